@@ -1,0 +1,149 @@
+"""Shared memory that a host's processes map together: segments, L2 pools, staging areas.
+
+Everything that moves bytes speaks in :class:`Memory` (one mapping) and :class:`Extent` (a piece of one), so a
+transport or a store never needs to know whether the piece is DRAM segment, L2 page or staging.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23
+_POPULATE_STEP = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.madvise.restype = ctypes.c_int
+
+
+class Memory:
+    """One shared mapping of a memfd (or any shareable file), readable and writable in this process.
+
+    ``address`` is where it starts in this process, ``size`` its length in bytes, ``view`` a writable memoryview of
+    all of it. The descriptor stays with the mapping and is closed by :meth:`close`.
+    """
+
+    def __init__(self, fd: int, size: int, *, offset: int = 0, huge: bool = False) -> None:
+        """Take ownership of ``fd`` and map ``size`` bytes from ``offset``. Raises ``OSError`` (``fd`` is closed)."""
+        self.fd = fd
+        self.size = size
+        self.huge = huge
+        try:
+            self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        except (OSError, ValueError) as error:
+            os.close(fd)
+            raise OSError(getattr(error, "errno", 0) or 22, f"cannot map {size} bytes of shared memory: {error}") from error
+        self.view = memoryview(self._map)
+        anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(anchor)
+        del anchor
+
+    def populate(self) -> None:
+        """Fault every page in, with the GIL released, so that no data path pays for the first touch.
+
+        Safe to run in a thread beside readers and writers: existing content is kept.
+        """
+        for start in range(0, self.size, _POPULATE_STEP):
+            length = min(_POPULATE_STEP, self.size - start)
+            if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) != 0:
+                return  # kernel < 5.14 or no memory left: pages are faulted on first use instead
+
+    def close(self) -> None:
+        """Unmap and close. The caller has made sure that nothing reads or writes here any more."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.view.release()
+        self._map.close()
+
+
+class Extent(NamedTuple):
+    """``length`` bytes of ``memory`` from ``offset`` on."""
+
+    memory: Memory
+    offset: int
+    length: int
+
+    @property
+    def view(self) -> memoryview:
+        return self.memory.view[self.offset : self.offset + self.length]
+
+    @property
+    def address(self) -> int:
+        return self.memory.address + self.offset
+
+
+def create(name: str, size: int, *, huge: bool = False) -> Memory:
+    """A new zeroed anonymous shared memory of ``size`` bytes; gone with the last process that maps it.
+
+    ``huge`` asks for 2 MiB pages and falls back to normal ones where the host has not reserved enough of them.
+    """
+    if huge:
+        rounded = -(-size // HUGE_PAGE) * HUGE_PAGE
+        if free_huge_bytes() >= rounded:
+            try:
+                return _create(name, rounded, os.MFD_HUGETLB, huge=True)
+            except OSError:
+                pass  # another process took them between the check and the mapping
+    return _create(name, -(-size // PAGE) * PAGE, 0, huge=False)
+
+
+def _create(name: str, size: int, flags: int, *, huge: bool) -> Memory:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | flags)
+    try:
+        os.ftruncate(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+    return Memory(fd, size, huge=huge)
+
+
+def free_huge_bytes() -> int:
+    """Bytes of 2 MiB pages that are reserved on this host and free now."""
+    try:
+        with open("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages") as file:
+            return int(file.read()) * HUGE_PAGE
+    except (OSError, ValueError):
+        return 0
+
+
+def copy_extents(target: Sequence[Extent], source: Sequence[Extent]) -> None:
+    """Copy the bytes of ``source``, in order, to ``target``; both have the same total length. Releases the GIL."""
+    if len(target) == 1 and len(source) == 1:
+        ctypes.memmove(target[0].address, source[0].address, source[0].length)
+        return
+    t = s = t_done = s_done = 0
+    while s < len(source):
+        step = min(source[s].length - s_done, target[t].length - t_done)
+        ctypes.memmove(target[t].address + t_done, source[s].address + s_done, step)
+        s_done += step
+        t_done += step
+        if s_done == source[s].length:
+            s, s_done = s + 1, 0
+        if t_done == target[t].length:
+            t, t_done = t + 1, 0
+
+
+def key_seed(key: str) -> int:
+    """The checksum seed of an object key: a right page under a wrong key fails its check too."""
+    return xxhash.xxh3_64_intdigest(key)
+
+
+def checksum(key: str, extents: Sequence[Extent]) -> int:
+    """xxh3-64 of the bytes of ``extents`` in order, seeded by the object key."""
+    seed = key_seed(key)
+    if len(extents) == 1:
+        return xxhash.xxh3_64_intdigest(extents[0].view, seed)
+    digest = xxhash.xxh3_64(seed=seed)
+    for extent in extents:
+        digest.update(extent.view)
+    return digest.intdigest()
