@@ -63,7 +63,10 @@ class Memory:
         os.close(self.fd)
         self.fd = -1
         self.view.release()
-        self._map.close()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a slice is still referenced by a frame being unwound: the mapping goes with it
 
 
 class Extent(NamedTuple):
@@ -135,7 +138,7 @@ def copy_extents(target: Sequence[Extent], source: Sequence[Extent]) -> None:
 
 def key_seed(key: str) -> int:
     """The checksum seed of an object key: a right page under a wrong key fails its check too."""
-    return xxhash.xxh3_64_intdigest(key)
+    return xxhash.xxh3_64_intdigest(key.encode())
 
 
 def checksum(key: str, extents: Sequence[Extent]) -> int:
