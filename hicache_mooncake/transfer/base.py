@@ -1,7 +1,7 @@
 """What every transport speaks: pages read from a peer node straight into local memory.
 
-A node *listens* and serves the pages of its :class:`PageSource`; a reader *connects* and reads batches through
-a :class:`Peer`. Nothing here does I/O; ``tcp`` and later ``rdma`` implement the ABCs.
+A node *listens* and serves the pages of its :class:`PageSource`; a reader *connects* and reads batches
+through a :class:`Peer`. Nothing here does I/O; ``tcp`` and later ``rdma`` implement the ABCs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outcome(IntEnum):
 
 @dataclass(slots=True)
 class PageRead:
-    """One page wanted from a peer: ``size`` bytes of ``key``, scattered over ``into`` (lengths add up to size)."""
+    """One page wanted from a peer: ``size`` bytes of ``key``, scattered over ``into`` (as long in all)."""
 
     key: str
     size: int
@@ -44,7 +44,7 @@ class PageRead:
 
 
 class PinnedPage(NamedTuple):
-    """A page that its owner keeps in place until it is unpinned; the checksum is ``memory.checksum`` of it."""
+    """A page that its owner keeps in place until it is unpinned, and its ``memory.checksum``."""
 
     size: int
     checksum: int
@@ -116,9 +116,10 @@ class Peer(_Closeable):
         """Read the pages of ``batch`` into their extents; one outcome a page, in order.
 
         ``deadline`` (``time.monotonic()`` seconds) bounds the whole call. Whatever happened, once this has
-        returned nothing writes into the extents any more. With ``verify`` every page's bytes are checked against
-        the owner's checksum of them under this key. Never raises for what the network or the peer does; raises
-        ``ValueError`` for a batch wrong in itself (extents that do not add up to the size, an oversized key).
+        returned nothing writes into the extents any more. With ``verify`` every page's bytes are checked
+        against the owner's checksum of them under this key. Never raises for what the network or the peer
+        does; raises ``ValueError`` for a batch wrong in itself (extents that do not add up to the size, an
+        empty or oversized key).
         """
 
     @abstractmethod
@@ -146,7 +147,8 @@ class Transport(ABC):
         """Serve ``source`` on ``address`` (``host:port``, port 0 picks a free one).
 
         ``advertise`` (``host``, ``host:port``, or empty for the address bound) is what peers are told; a
-        wildcard address cannot be told, so it needs one. Raises ``ConfigError`` when the address cannot be served on.
+        wildcard address cannot be told, so it needs one. Raises ``ConfigError`` when the address cannot be
+        served on.
         """
 
     @abstractmethod

@@ -1,0 +1,217 @@
+"""The frames of the page protocol. Pure codecs: bytes in, values out, ``ProtocolError`` for anything else.
+
+A frame is a 12-byte header (magic, kind, payload length) and a payload. A reader sends ``READ`` and gets
+``PAGES``: one row a page, then, outside the frame, the bytes of exactly the pages whose row says ``OK``, in
+order and without gaps. ``CLEAR`` asks to drop namespaces and gets ``CLEARED``. One request is under way on
+a connection at a time. All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ProtocolError
+from .base import Outcome
+
+MAGIC: Final = b"HCMT"
+_HEADER = struct.Struct("<4sB3xI")
+HEADER_SIZE: Final = _HEADER.size
+
+MAX_PAGES: Final = 512
+"""Pages of one request: what is pinned together must be sent well within a pin's life."""
+MAX_KEY_BYTES: Final = 1024
+"""Object keys are about 100 bytes; this leaves room for longer hashes and bounds a request."""
+MAX_PAGE_BYTES: Final = 1 << 40
+"""Far above any page: only so that sums of sizes stay in 64 bits."""
+MAX_DIGESTS: Final = 4096
+"""Namespaces dropped by one request; a pool has a few per model."""
+MAX_BUDGET: Final = 3600.0
+"""Seconds; a reader that would wait longer for a page is as good as gone."""
+
+_COUNT = struct.Struct("<I")
+_READ = struct.Struct("<II")
+_CLEARED = struct.Struct("<Q")
+_WANTED = np.dtype([("size", "<u8"), ("key_bytes", "<u2")])
+_ROW = np.dtype([("status", "u1"), ("size", "<u8"), ("checksum", "<u8")])
+_DIGEST_BYTES = np.dtype("<u2")
+
+MAX_REQUEST_BYTES: Final = max(
+    _READ.size + MAX_PAGES * (_WANTED.itemsize + MAX_KEY_BYTES),
+    _COUNT.size + MAX_DIGESTS * (_DIGEST_BYTES.itemsize + 128),
+)
+"""What a listener buffers for one connection before it knows what is asked."""
+MAX_REPLY_BYTES: Final = _COUNT.size + MAX_PAGES * _ROW.itemsize
+
+_SENT_STATUSES = frozenset((Outcome.OK, Outcome.ABSENT, Outcome.SIZE))
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSAL = 5
+    READ = 16
+    PAGES = 17
+    CLEAR = 18
+    CLEARED = 19
+
+
+class ReadRequest(NamedTuple):
+    """``sizes`` is what the reader expects; after ``budget`` seconds it does not wait any more."""
+
+    keys: list[str]
+    sizes: list[int]
+    budget: float
+
+
+class PageRow(NamedTuple):
+    """The owner's answer for one page: its real size and checksum (both 0 when absent)."""
+
+    status: Outcome
+    size: int
+    checksum: int
+
+
+def encode_frame(kind: Kind, payload: bytes) -> bytes:
+    return _HEADER.pack(MAGIC, kind, len(payload)) + payload
+
+
+def decode_header(data: bytes | bytearray, allowed: Sequence[Kind], limit: int) -> tuple[Kind, int]:
+    """Kind (one of ``allowed``) and payload length (at most ``limit``) of a frame."""
+    if len(data) != HEADER_SIZE:
+        raise ProtocolError(f"a frame header has {HEADER_SIZE} bytes, not {len(data)}")
+    magic, kind, length = _HEADER.unpack(data)
+    if magic != MAGIC:
+        raise ProtocolError("the other side does not speak the page protocol")
+    if kind not in allowed:
+        raise ProtocolError(f"a frame of kind {kind} is out of turn")
+    if length > limit:
+        raise ProtocolError(f"a frame of {length} bytes is over the limit of {limit}")
+    return Kind(kind), length
+
+
+def encode_read(request: ReadRequest) -> bytes:
+    """A whole READ frame. Raises ``ValueError`` for what the limits do not allow."""
+    keys, sizes, budget = request
+    if not 0 < len(keys) <= MAX_PAGES or len(keys) != len(sizes):
+        raise ValueError(f"a request is for 1 to {MAX_PAGES} pages, not {len(keys)}")
+    if not 0 < min(sizes) <= max(sizes) <= MAX_PAGE_BYTES:
+        raise ValueError("a page has 1 byte to 1 TiB")
+    encoded = [encode_key(key) for key in keys]
+    rows = np.empty(len(keys), _WANTED)
+    rows["size"] = sizes
+    rows["key_bytes"] = [len(key) for key in encoded]
+    milliseconds = round(min(max(budget, 0.0), MAX_BUDGET) * 1000)
+    return encode_frame(Kind.READ, b"".join((_READ.pack(len(keys), milliseconds), rows.tobytes(), *encoded)))
+
+
+def decode_read(payload: bytes | bytearray) -> ReadRequest:
+    count, milliseconds = _unpack(_READ, payload)
+    if not 0 < count <= MAX_PAGES:
+        raise ProtocolError(f"a request is for 1 to {MAX_PAGES} pages, not {count}")
+    if milliseconds > MAX_BUDGET * 1000:
+        raise ProtocolError(f"a budget of {milliseconds} ms is over the limit")
+    rows = _rows(_WANTED, payload, _READ.size, count)
+    sizes: list[int] = rows["size"].tolist()
+    if not 0 < min(sizes) <= max(sizes) <= MAX_PAGE_BYTES:
+        raise ProtocolError("a page has 1 byte to 1 TiB")
+    keys = _texts(payload, _READ.size + rows.nbytes, rows["key_bytes"])
+    return ReadRequest(keys, sizes, milliseconds / 1000)
+
+
+def encode_pages(rows: Sequence[PageRow]) -> bytes:
+    """A whole PAGES frame; the bytes of the pages follow it."""
+    table = np.array([tuple(row) for row in rows], _ROW)
+    return encode_frame(Kind.PAGES, _COUNT.pack(len(rows)) + table.tobytes())
+
+
+def decode_pages(payload: bytes | bytearray, sizes: Sequence[int]) -> list[PageRow]:
+    """The rows that answer a request for ``sizes``; only a page of the size asked may announce bytes."""
+    (count,) = _unpack(_COUNT, payload)
+    if count != len(sizes):
+        raise ProtocolError(f"asked for {len(sizes)} pages, the reply is about {count}")
+    table = _rows(_ROW, payload, _COUNT.size, count)
+    if len(payload) != _COUNT.size + table.nbytes:
+        raise ProtocolError("a reply has trailing bytes")
+    rows = []
+    for (status, size, checksum), wanted in zip(table.tolist(), sizes, strict=True):
+        if status not in _SENT_STATUSES:
+            raise ProtocolError(f"a page cannot have the status {status}")
+        if (status == Outcome.OK and size != wanted) or (status == Outcome.SIZE and size == wanted):
+            raise ProtocolError(f"a page of {size} bytes answers a request for {wanted} with status {status}")
+        rows.append(PageRow(Outcome(status), size, checksum))
+    return rows
+
+
+def encode_clear(digests: Sequence[str]) -> bytes:
+    """A whole CLEAR frame. Raises ``ValueError`` for what the limits do not allow."""
+    encoded = [encode_key(digest) for digest in digests]
+    if len(encoded) > MAX_DIGESTS or max(map(len, encoded), default=0) > 128:
+        raise ValueError(f"at most {MAX_DIGESTS} namespace digests of at most 128 bytes")
+    lengths = np.array([len(digest) for digest in encoded], _DIGEST_BYTES)
+    return encode_frame(Kind.CLEAR, b"".join((_COUNT.pack(len(encoded)), lengths.tobytes(), *encoded)))
+
+
+def decode_clear(payload: bytes | bytearray) -> list[str]:
+    (count,) = _unpack(_COUNT, payload)
+    if count > MAX_DIGESTS:
+        raise ProtocolError(f"{count} namespaces are over the limit of {MAX_DIGESTS}")
+    lengths = _rows(_DIGEST_BYTES, payload, _COUNT.size, count)
+    return _texts(payload, _COUNT.size + lengths.nbytes, lengths)
+
+
+def encode_cleared(pages: int) -> bytes:
+    return encode_frame(Kind.CLEARED, _CLEARED.pack(pages))
+
+
+def decode_cleared(payload: bytes | bytearray) -> int:
+    if len(payload) != _CLEARED.size:
+        raise ProtocolError("the answer to a clear is one number")
+    pages: int = _CLEARED.unpack(payload)[0]
+    return pages
+
+
+def encode_key(key: str) -> bytes:
+    """The bytes of an object key or digest; ``ValueError`` when it is empty, too long or not valid text."""
+    encoded = key.encode()
+    if not 0 < len(encoded) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(encoded)}")
+    return encoded
+
+
+def _unpack(layout: struct.Struct, payload: bytes | bytearray) -> tuple[int, ...]:
+    if len(payload) < layout.size:
+        raise ProtocolError(f"a payload of {len(payload)} bytes is cut short")
+    return layout.unpack_from(payload)
+
+
+def _rows(dtype: np.dtype[Any], payload: bytes | bytearray, offset: int, count: int) -> NDArray[Any]:
+    if len(payload) < offset + count * dtype.itemsize:
+        raise ProtocolError(f"a payload of {len(payload)} bytes is cut short")
+    return np.frombuffer(payload, dtype, count, offset)
+
+
+def _texts(payload: bytes | bytearray, offset: int, lengths: NDArray[Any]) -> list[str]:
+    """The texts of ``lengths`` bytes from ``offset`` to the very end of the payload."""
+    ends = offset + np.cumsum(lengths, dtype=np.int64)
+    if (int(ends[-1]) if len(ends) else offset) != len(payload):
+        raise ProtocolError("the lengths in a payload do not add up to it")
+    if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= MAX_KEY_BYTES:
+        raise ProtocolError(f"a key has 1 to {MAX_KEY_BYTES} bytes")
+    start, texts = offset, []
+    try:
+        for end in ends.tolist():
+            texts.append(payload[start:end].decode())
+            start = end
+    except UnicodeDecodeError as error:
+        raise ProtocolError("a key is not valid text") from error
+    return texts
