@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import importlib.util
 import json
 import os
 import select
@@ -10,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,14 +27,14 @@ _BUILD_WITHIN = 600.0
 
 def missing() -> str:
     """Why servers cannot run in this Python, or an empty string when they can."""
-    import importlib.util
-
     absent = [name for name in ("torch", "sglang", "requests") if importlib.util.find_spec(name) is None]
     return f"{', '.join(absent)} not installed (make venv installs them)" if absent else ""
 
 
 def extensions_directory() -> Path:
-    """Where SGLang's page-hash extension is built: kept with the virtual environment, so once for all servers."""
+    """Where SGLang's page-hash extension is built: kept with the virtual environment, so once for all
+    servers.
+    """
     return Path(sys.prefix) / "torch_extensions"
 
 
@@ -44,6 +47,7 @@ def server_environment(overrides: Mapping[str, str] | None = None) -> dict[str, 
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "cpu_models",
         "TORCHDYNAMO_DISABLE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -55,9 +59,11 @@ def server_environment(overrides: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def build_page_hash() -> None:
-    """Build SGLang's C++ page hash unless it is there. Half a minute, once a virtual environment; else at once.
+    """Build SGLang's C++ page hash unless it is there. Half a minute, once a virtual environment; else at
+    once.
 
-    SGLang would build it inside the first prompt of the first server, and every server started meanwhile would wait.
+    SGLang would build it inside the first prompt of the first server, and every server started meanwhile
+    would wait.
     """
     stamp = extensions_directory() / "hicache_hash_cpp.built"
     if stamp.exists():
@@ -68,8 +74,9 @@ def build_page_hash() -> None:
         if stamp.exists():
             return
         code = (
-            "from array import array; from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash as h; "
-            "h(array('q', range(16)), None, 16)"
+            "from array import array\n"
+            "from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash\n"
+            "get_native_hash(array('q', range(16)), None, 16)"
         )
         built = subprocess.run(
             [sys.executable, "-c", code],
@@ -87,7 +94,8 @@ def build_page_hash() -> None:
 
 
 class WarmProcess:
-    """A process that has imported SGLang and forks servers on demand. It and they die with the process that made it.
+    """A process that has imported SGLang and forks servers on demand. It and they die with the process that
+    made it.
 
     Thread-safe. One is enough for a test run: :func:`warm_process` keeps it.
     """
@@ -95,6 +103,7 @@ class WarmProcess:
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the process
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "testbed.launch", "--warm", str(theirs.fileno())],
@@ -102,21 +111,23 @@ class WarmProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+                stderr=self._errors,
             )
         self._ready = False
 
-    def fork(self, argv: Sequence[str], env: Mapping[str, str], log: Path, *, fresh: bool = False) -> int:
-        """Start a server with SGLang's flags ``argv``; returns its pid, also its process group's.
+    def fork(self, task: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> int:
+        """Start a process; returns its pid, also its process group's.
 
-        ``fresh`` starts a new Python for it, which spawns its parts: slow, and exactly what production does. Raises ``RuntimeError`` when the warm process could not import SGLang or does not answer.
+        ``task`` is ``server`` (``argv`` being SGLang's flags), ``fresh`` (the same in a new Python that
+        spawns its parts: slow, and what production does) or ``component`` (the arguments of
+        ``testbed.component``). Raises ``RuntimeError`` when the warm process could not import SGLang or does
+        not answer.
         """
         with self._lock:
             if not self._ready:
                 self._answer(_READY_WITHIN)
                 self._ready = True
-            request = {"argv": list(argv), "env": dict(env), "log": str(log), "fresh": fresh}
+            request = {"task": task, "argv": list(argv), "env": dict(env), "log": str(log.absolute())}
             self._control.send(json.dumps(request).encode())
             return int(self._answer(_FORK_WITHIN))
 
@@ -127,20 +138,24 @@ class WarmProcess:
         except TimeoutError:
             answer = b""
         if not answer:
+            words = self._last_words()
             self.close()
-            raise RuntimeError(f"the warm process gave up: {self.last_words}")
+            raise RuntimeError(f"the warm process gave up:\n{words}")
         return answer
 
     def close(self) -> None:
         """Kill every server that was forked and the process itself. Idempotent."""
         self._control.close()
         try:
-            _, self.last_words = self._process.communicate(timeout=10)
+            self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            _, self.last_words = self._process.communicate()
+            self._process.wait()
+        self._errors.close()
 
-    last_words = ""
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-3000:].decode(errors="replace")
 
     @property
     def alive(self) -> bool:
@@ -174,21 +189,44 @@ def has_exited(pidfd: int) -> bool:
     return bool(select.select([pidfd], [], [], 0)[0])
 
 
+def wait_for_exit(pid: int, within: float) -> None:
+    """Wait until a process that was forked for us is gone; kill it when that takes longer than ``within``
+    seconds.
+    """
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        if not select.select([pidfd], [], [], within)[0]:
+            kill_tree(pid)
+    finally:
+        os.close(pidfd)
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below ``pid``, parents before their children."""
+    found: list[int] = []
+    for below in _children(pid):
+        found += [below, *descendants(below)]
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        return found  # it ended while we looked
+    return found
+
+
 def kill_tree(pid: int) -> None:
     """SIGKILL a server: its process group, and every process below it that left the group."""
-    import psutil
-
-    try:
-        below = psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        below = []
-    try:
+    below = descendants(pid)
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     for process in below:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(below, timeout=10)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)

@@ -1,9 +1,10 @@
-"""Start one SGLang server: ``python -m testbed.launch <sglang's own flags>``; or many, forked from one warm process.
+"""Start one SGLang server: ``python -m testbed.launch <sglang's own flags>``; or many, forked from one warm
+process.
 
-A third of a minute of a server's start is Python importing torch and SGLang, once in each of its three processes.
-``--warm FD`` imports them once, then forks a server for every request that comes over the socket ``FD``; a server
-forks its scheduler and detokenizer where SGLang would spawn them. Same code, same processes, a tenth of the time.
-Without ``--warm`` nothing is forked and SGLang starts as it does in production.
+A third of a minute of a server's start is Python importing torch and SGLang, once in each of its three
+processes. ``--warm FD`` imports them once, then forks a server for every request that comes over the socket
+``FD``; a server forks its scheduler and detokenizer where SGLang would spawn them. Same code, same processes,
+a tenth of the time. Without ``--warm`` nothing is forked and SGLang starts as it does in production.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ _PRELOAD = (
     "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",
     "sglang.srt.mem_cache.memory_pool_host",
     "sglang.srt.mem_cache.unified_radix_cache",
-    "sglang.srt.models.deepseek_v2",
-    "sglang.srt.models.llama",
+    "sglang.srt.models.registry",
     "sglang.srt.layers.attention.torch_native_backend",
     "transformers.models.llama.configuration_llama",
     "transformers.models.deepseek_v2.configuration_deepseek_v2",
@@ -50,7 +50,7 @@ def serve(arguments: list[str], *, forked: bool) -> None:
     if forked:
         # SGLang asks for "spawn" because of CUDA, which a forked process could not use.
         multiprocessing.set_start_method("fork", force=True)
-        multiprocessing.set_start_method = lambda method, force=False: None  # type: ignore[assignment]
+        multiprocessing.set_start_method = lambda method, force=False: None
     load_plugins()
     try:
         run_server(prepare_server_args(arguments))
@@ -58,11 +58,12 @@ def serve(arguments: list[str], *, forked: bool) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def serve_forks(control: socket.socket) -> None:
-    """Fork a server for every request on ``control``; when it closes, kill what is left and return.
+def fork_on_request(control: socket.socket) -> None:
+    """Fork a process for every request on ``control``; when it closes, kill what is left and return.
 
-    A request is one JSON datagram: ``argv``, ``env`` (all of it), ``log`` (a path) and ``fresh`` (start a new Python
-    in the child, as production does). The answer is the server's pid, which is also its process group's.
+    A request is one JSON datagram: ``task`` (``server``; ``fresh``: a server in a new Python, as in
+    production; ``component``), ``argv``, ``env`` (all of it) and ``log`` (a path). The answer is the
+    process's pid, which is also its process group's.
     """
     for name in _PRELOAD:
         importlib.import_module(name)
@@ -76,7 +77,7 @@ def serve_forks(control: socket.socket) -> None:
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _become_server(control, json.loads(request))
+            _become(control, json.loads(request))
         servers.append(pid)
         control.send(str(pid).encode())
     for pid in servers:
@@ -107,8 +108,8 @@ def _kill_group(pid: int) -> None:
         return
 
 
-def _become_server(control: socket.socket, request: dict[str, Any]) -> None:
-    """The child's side of the fork: own process group, log, environment; never returns."""
+def _become(control: socket.socket, request: dict[str, Any]) -> None:
+    """The child's side of the fork: own process group, log, environment; runs the task and never returns."""
     control.close()
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -116,17 +117,21 @@ def _become_server(control: socket.socket, request: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    if request["fresh"]:
-        os.execve(sys.executable, [sys.executable, "-m", "testbed.launch", *request["argv"]], request["env"])
+    task, argv = request["task"], request["argv"]
+    if task == "fresh":
+        os.execve(sys.executable, [sys.executable, "-m", "testbed.launch", *argv], request["env"])
     os.environ.clear()
     os.environ.update(request["env"])
     code = 1
     try:
-        serve(request["argv"], forked=True)
+        if task == "component":
+            importlib.import_module("testbed.component").main(argv)
+        else:
+            serve(argv, forked=True)
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
+    except BaseException:  # noqa: BLE001  the traceback belongs in the log, then the process ends
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
@@ -137,7 +142,7 @@ def _become_server(control: socket.socket, request: dict[str, Any]) -> None:
 def main() -> None:
     """Entry point of ``python -m testbed.launch``."""
     if len(sys.argv) == 3 and sys.argv[1] == "--warm":
-        serve_forks(socket.socket(fileno=int(sys.argv[2])))
+        fork_on_request(socket.socket(fileno=int(sys.argv[2])))
     else:
         serve(sys.argv[1:], forked=False)
 

@@ -1,7 +1,9 @@
-"""Tiny models that SGLang serves in seconds on a CPU: a config and a byte-level tokenizer, no weights on disk.
+"""Tiny models that SGLang serves in seconds on a CPU: a config and a byte-level tokenizer, no weights on
+disk.
 
-Servers start with ``--load-format dummy``: the weights come from a fixed seed, so two servers of one model directory
-compute the same KV bytes, and the same prompt gives the same output ids, in every process and after every restart.
+Servers start with ``--load-format dummy``: the weights come from a fixed seed, so two servers of one model
+directory compute the same KV bytes, and the same prompt gives the same output ids, in every process and after
+every restart.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def write_llama(
     kv_heads: int = 2,
     context: int = 8192,
 ) -> Path:
-    """A Llama with multi-head attention. KV of one token is ``layers * 2 * kv_heads * (hidden / heads) * 2`` bytes.
+    """A Llama with multi-head attention. KV of one token is ``layers * 2 * kv_heads * (hidden / heads) * 2``
+    bytes.
 
     ``kv_heads`` must be a multiple of the servers' tensor-parallel size.
     """
@@ -133,7 +136,7 @@ def _dump(path: Path, content: dict[str, Any]) -> None:
 
 
 def _byte_level_tokenizer() -> dict[str, Any]:
-    """A ``tokenizer.json`` with one token a byte, in the byte-level BPE's printable alphabet, and no merges."""
+    """A ``tokenizer.json`` of one token a byte, in byte-level BPE's printable alphabet, and no merges."""
     names = ["<unk>", "<s>", "</s>", *sorted(_byte_alphabet())]
     names += [f"<extra_{number}>" for number in range(len(names), VOCABULARY)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
 import requests
 
 from testbed import environment
@@ -32,7 +31,7 @@ _READY_WORDS = re.compile(r"Load weight end|Attached hybrid pool stack|Uvicorn r
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, died, or answered with an error; the message ends with the tail of its log."""
+    """The server did not start, died or answered with an error; the message ends with its log's tail."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ class Cached:
 
 @dataclass(frozen=True)
 class Generation:
-    """What one request got. ``ttft`` is seconds to the first token, known only when streamed; ``elapsed`` to the last."""
+    """What one request got. ``ttft`` is seconds to the first token, known only when streamed; ``elapsed`` to
+    the last.
+    """
 
     output_ids: tuple[int, ...]
     prompt_tokens: int
@@ -60,7 +61,9 @@ class Generation:
 
 
 def prompt_ids(seed: int, length: int) -> list[int]:
-    """``length`` token ids that depend only on ``seed`` and never hit a special token of the test bed's models."""
+    """``length`` token ids that depend only on ``seed`` and never hit a special token of the test bed's
+    models.
+    """
     source = random.Random(seed)
     return [source.randrange(3, 500) for _ in range(length)]
 
@@ -75,11 +78,12 @@ def free_port() -> int:
 class SGLangServer:
     """A server of ``model_dir`` with HiCache, its L3 being ``backend`` (``None``: none until :meth:`attach`).
 
-    ``layout`` is SGLang's ``--hicache-mem-layout`` (default: SGLang's own choice), ``extra_config`` the backend's
-    settings, ``env`` goes on top of the inherited environment, ``extra_args`` at the end of the command line, so it
-    wins. ``tokens`` and ``host_ratio`` size the device pool and, as a multiple of it, the host pool. ``fresh`` starts
-    it as production does, in a new Python that spawns its parts, instead of forking it from the warm process.
-    ``log_path`` is created if missing and appended to; without it the log goes to a temporary file.
+    ``layout`` is SGLang's ``--hicache-mem-layout`` (default: SGLang's own choice), ``extra_config`` the
+    backend's settings, ``env`` goes on top of the inherited environment, ``extra_args`` at the end of the
+    command line, so it wins. ``tokens`` and ``host_ratio`` size the device pool and, as a multiple of it, the
+    host pool. ``fresh`` starts it as production does, in a new Python that spawns its parts, instead of
+    forking it from the warm process. ``log_path`` is created if missing and appended to; without it the log
+    goes to a temporary file.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class SGLangServer:
         if admin_api_key:
             self._argv += ["--admin-api-key", admin_api_key]
         if layout:
-            # SGLang turns page_first into page_first_direct, or the other way, when the copy engine does not fit it.
+            # SGLang would otherwise swap page_first and page_first_direct to fit the copy engine.
             io = "direct" if layout == "page_first_direct" else "kernel"
             self._argv += ["--hicache-mem-layout", layout, "--hicache-io-backend", io]
         if backend:
@@ -166,7 +170,7 @@ class SGLangServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    # --- life cycle ------------------------------------------------------------------------------------------------
+    # --- life cycle ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> SGLangServer:
         self.start()
@@ -178,9 +182,11 @@ class SGLangServer:
         self.stop()
 
     def start(self, *, within: float = 180.0, progress: Callable[[str], None] | None = None) -> None:
-        """Start it and wait until it answers. ``progress`` hears a line for every step of the log that matters.
+        """Start it and wait until it answers. ``progress`` hears a line for every step of the log that
+        matters.
 
-        Raises :class:`ServerFailed` when it dies or is not ready ``within`` seconds; nothing is left running then.
+        Raises :class:`ServerFailed` when it dies or is not ready ``within`` seconds; nothing is left running
+        then.
         """
         environment.build_page_hash()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,10 +200,12 @@ class SGLangServer:
         )
         # A restarted server appends to the same log: only what this start writes may count.
         seen = self.log_path.stat().st_size if self.log_path.exists() else 0
-        self.pid = environment.warm_process().fork(
-            self._argv, env, self.log_path.absolute(), fresh=self._fresh
-        )
-        self._pidfd = os.pidfd_open(self.pid)
+        warm = environment.warm_process()
+        self.pid = warm.fork("fresh" if self._fresh else "server", self._argv, env, self.log_path)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            raise ServerFailed(f"SGLang died at once; the end of its log:\n{self.log_tail()}") from None
         started = time.monotonic()
         while not self._answers():
             if environment.has_exited(self._pidfd) or time.monotonic() - started > within:
@@ -245,12 +253,7 @@ class SGLangServer:
     @property
     def pids(self) -> list[int]:
         """Every process of the server, the HTTP one first."""
-        if not self.alive:
-            return []
-        try:
-            return [self.pid, *(child.pid for child in psutil.Process(self.pid).children(recursive=True))]
-        except psutil.NoSuchProcess:
-            return []
+        return [self.pid, *environment.descendants(self.pid)] if self.alive else []
 
     def log_tail(self, lines: int = 40) -> str:
         """The last lines of the log, without SGLang's page-long dump of its settings."""
@@ -261,7 +264,7 @@ class SGLangServer:
         kept = [line[:400] for line in text.splitlines() if "server_args=" not in line]
         return "\n".join(kept[-lines:])
 
-    # --- requests --------------------------------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -271,7 +274,9 @@ class SGLangServer:
         stream: bool = False,
         within: float = 120.0,
     ) -> Generation:
-        """Greedy tokens after ``input_ids``, never ending early. ``stream`` also measures the time to the first."""
+        """Greedy tokens after ``input_ids``, never ending early. ``stream`` also measures the time to the
+        first.
+        """
         body = {
             "input_ids": list(input_ids),
             "stream": stream,
@@ -306,7 +311,9 @@ class SGLangServer:
         self._post("/flush_cache?timeout=10", None, 30.0)
 
     def wait_for_backup(self, *, quiet: float = 0.4, within: float = 10.0) -> int:
-        """Wait until no token has been backed up to L3 for ``quiet`` seconds; returns how many have been so far."""
+        """Wait until no token has been backed up to L3 for ``quiet`` seconds; returns how many have been so
+        far.
+        """
         deadline = time.monotonic() + within
         count, since = self.backed_up_tokens(), time.monotonic()
         while time.monotonic() - since < quiet and time.monotonic() < deadline:
@@ -327,7 +334,7 @@ class SGLangServer:
         )
         return float(found.group(1)) if found else 0.0
 
-    # --- the storage backend, over HTTP ----------------------------------------------------------------------------
+    # --- the storage backend, over HTTP --------------------------------------------------------------------
 
     def attach(self, backend: str, extra_config: Mapping[str, Any] | None = None) -> str:
         """Attach an L3 backend to the running, idle server; returns SGLang's answer."""
@@ -336,11 +343,11 @@ class SGLangServer:
             "hicache_storage_backend_extra_config_json": json.dumps(dict(extra_config or {})),
             "hicache_storage_prefetch_policy": "wait_complete",
         }
-        return self._request("PUT", "/hicache/storage-backend", body, 60.0).text
+        return str(self._request("PUT", "/hicache/storage-backend", body, 60.0).text)
 
     def detach(self) -> str:
         """Detach the L3 backend from the running, idle server; returns SGLang's answer."""
-        return self._request("DELETE", "/hicache/storage-backend", None, 60.0).text
+        return str(self._request("DELETE", "/hicache/storage-backend", None, 60.0).text)
 
     def status(self) -> dict[str, Any]:
         """What L3 backend SGLang believes is attached, and with which settings."""
@@ -351,14 +358,14 @@ class SGLangServer:
         """Tell the L3 backend to drop its pages."""
         self._post("/hicache/storage-backend/clear", None, 60.0)
 
-    # --- underneath ------------------------------------------------------------------------------------------------
+    # --- underneath ----------------------------------------------------------------------------------------
 
     def _answers(self) -> bool:
         try:
             reply = self._http.get(f"{self.url}/health", timeout=5)
         except requests.RequestException:
             return False
-        return reply.status_code == requests.codes.ok
+        return bool(reply.status_code == requests.codes.ok)
 
     def _report(self, seen: int, progress: Callable[[str], None]) -> int:
         try:

@@ -17,7 +17,9 @@ _PROBE_DEPTH = 12
 
 
 class _StandInMeta(type):
-    """A stand-in class answers any attribute with a dotted name, as enum-like and dtype-like classes are read."""
+    """A stand-in class answers any attribute with a dotted name, as enum-like and dtype-like classes are
+    read.
+    """
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -87,7 +89,7 @@ class AbsentPackageFinder:
 
 
 def _asked_by_transformers() -> bool:
-    """Transformers probes for optional packages with find_spec and must see the truth, or it would use them."""
+    """Transformers probes for optional packages with find_spec and would use what it believes is there."""
     frame: Any = sys._getframe(2)
     for _ in range(_PROBE_DEPTH):
         if frame is None:

@@ -1,7 +1,8 @@
 """SGLang plugin that lets HiCache run without a GPU: the copies, no pinning, no host reserve, the MLA path.
 
-Found through the ``hicache_cpu_testbed`` entry point beside it. SGLang's own host pool classes stay in charge; only
-the operations that they take from CUDA are bound to ``sgl_kernel.kvcacheio``, its torch stand-in.
+Found through the ``hicache_cpu_testbed`` entry point beside it. SGLang's own host pool classes stay in
+charge; only the operations that they take from CUDA are bound to ``sgl_kernel.kvcacheio``, its torch
+stand-in.
 """
 
 from __future__ import annotations
@@ -31,11 +32,6 @@ POOLS_THAT_PIN = (
     "sglang.srt.mem_cache.memory_pool_host.DeepSeekV4PagedHostPool",
     "sglang.srt.mem_cache.memory_pool_host.DeepSeekV4StateHostPool",
 )
-# Importing every model SGLang knows costs seconds a process; these are the ones the test bed serves.
-MODEL_MODULES = {
-    "LlamaForCausalLM": "sglang.srt.models.llama",
-    "DeepseekV2ForCausalLM": "sglang.srt.models.deepseek_v2",
-}
 MLA_HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 
@@ -43,16 +39,6 @@ def without_pinning(original: Callable[..., Any], self: Any, *args: Any, **kwarg
     """Host pools ask CUDA to pin their pages; there is no CUDA."""
     kwargs["pin_memory"] = False
     return original(self, *args, **kwargs)
-
-
-def resolve_one_model(original: Callable[..., Any], self: Any, architectures: str | list[str]) -> Any:
-    """Import the one model that is asked for, where SGLang would import all of them to find it."""
-    name = architectures if isinstance(architectures, str) else architectures[0]
-    if name in MODEL_MODULES and name not in self.models:
-        self.models[name] = importlib.import_module(MODEL_MODULES[name]).EntryClass
-        if isinstance(self.models[name], list):
-            self.models[name] = next(cls for cls in self.models[name] if cls.__name__ == name)
-    return original(self, architectures)
 
 
 def absorbed_mla(original: Callable[..., Any], cls: Any, backend_name: str) -> Callable[..., Any]:
@@ -89,7 +75,4 @@ def register() -> None:
     around = HookType.AROUND
     for pool in POOLS_THAT_PIN:
         HookRegistry.register(f"{pool}.__init__", without_pinning, around)
-    HookRegistry.register(
-        "sglang.srt.models.registry._ModelRegistry.resolve_model_cls", resolve_one_model, around
-    )
     HookRegistry.register(f"{MLA_HANDLERS}.AttentionBackendRegistry.get_handler", absorbed_mla, around)

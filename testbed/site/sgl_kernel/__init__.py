@@ -1,4 +1,6 @@
-"""Torch-only stand-in for the CPU kernels SGLang imports from ``sgl_kernel``; ``kvcacheio`` has the KV copies."""
+"""Torch-only stand-in for the CPU kernels SGLang imports from ``sgl_kernel``; ``kvcacheio`` has the KV
+copies.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """SGLang's KV copies between device pool and host pool, in torch instead of CUDA.
 
-Same names and arguments as the real ``sgl_kernel.kvcacheio``, so SGLang's host pools run unmodified. A "device"
-buffer is layer-first: one tensor a layer, one row of ``item_size`` bytes a token. The suffixes name the host layout:
+Same names and arguments as the real ``sgl_kernel.kvcacheio``, so SGLang's host pools run unmodified. A
+"device" buffer is layer-first: one tensor a layer, one row of ``item_size`` bytes a token. The suffixes name
+the host layout:
 
 * none: layer-first too, ``[layer][token][item]``
 * ``pf``: page-first, ``[token][layer][item]``, so a token's layers are ``layout_dim`` bytes together
@@ -48,7 +49,7 @@ def _layer_rows(
     return [_rows(layer, item_size) for layer in tables]
 
 
-# --- one buffer a layer: latent (MLA) KV, index keys, mamba states -------------------------------------------------
+# --- one buffer a layer: latent (MLA) KV, index keys, mamba states -----------------------------------------
 
 
 def transfer_kv_per_layer_mla(
@@ -131,7 +132,7 @@ def transfer_kv_mamba_lf_pf(
     )
 
 
-# --- K and V: the same copy twice ----------------------------------------------------------------------------------
+# --- K and V: the same copy twice --------------------------------------------------------------------------
 
 
 def transfer_kv_per_layer(
@@ -245,7 +246,7 @@ def transfer_kv_all_layer_lf_ph(
             view[target // page_size, target % page_size] = rows[source].view(len(source), head_num, -1)
 
 
-# --- the "direct" copies (copy engine on a GPU): tensors, not addresses ---------------------------------------------
+# --- the "direct" copies (copy engine on a GPU): tensors, not addresses ------------------------------------
 
 
 def transfer_kv_direct(
