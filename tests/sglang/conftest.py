@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.warm_sglang import warm_sglang
+
+__all__ = ["warm_sglang"]
