@@ -27,7 +27,7 @@ _BUILD_WITHIN = 600.0
 
 def missing() -> str:
     """Why servers cannot run in this Python, or an empty string when they can."""
-    absent = [name for name in ("torch", "sglang", "requests") if importlib.util.find_spec(name) is None]
+    absent = [name for name in ("torch", "sglang") if importlib.util.find_spec(name) is None]
     return f"{', '.join(absent)} not installed (make venv installs them)" if absent else ""
 
 

@@ -16,13 +16,14 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import requests
 
 from testbed import environment
 
@@ -113,58 +114,41 @@ class SGLangServer:
         self.boot_seconds = 0.0
         self._pidfd = -1
         self._fresh = fresh
-        self._http = requests.Session()
-        self._http.trust_env = False
         self._env = dict(env or {})
-        self._argv = [
-            *(
-                "--model-path",
-                str(model_dir),
-                "--load-format",
-                "dummy",
-                "--dtype",
-                "bfloat16",
-                "--device",
-                "cpu",
-            ),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--tp", str(tp), "--random-seed", "1"),
-            *(
-                "--attention-backend",
-                "torch_native",
-                "--sampling-backend",
-                "pytorch",
-                "--grammar-backend",
-                "none",
-            ),
-            *(
-                "--mem-fraction-static",
-                "0.1",
-                "--max-total-tokens",
-                str(tokens),
-                "--page-size",
-                str(page_size),
-            ),
-            *(
-                "--max-running-requests",
-                "8",
-                "--disable-overlap-schedule",
-                "--skip-server-warmup",
-                "--sleep-on-idle",
-            ),
-            *("--enable-hierarchical-cache", "--hicache-ratio", str(host_ratio), "--enable-metrics"),
-            *("--hicache-storage-prefetch-policy", "wait_complete", "--enable-cache-report"),
-        ]
-        if admin_api_key:
-            self._argv += ["--admin-api-key", admin_api_key]
+        flags: dict[str, object] = {
+            "model-path": model_dir,
+            "load-format": "dummy",
+            "random-seed": 1,
+            "dtype": "bfloat16",
+            "device": "cpu",
+            "host": "127.0.0.1",
+            "port": self.port,
+            "tp": tp,
+            "attention-backend": "torch_native",
+            "sampling-backend": "pytorch",
+            "grammar-backend": "none",
+            "mem-fraction-static": 0.1,
+            "max-total-tokens": tokens,
+            "max-running-requests": 8,
+            "page-size": page_size,
+            "disable-overlap-schedule": True,
+            "skip-server-warmup": True,
+            "sleep-on-idle": True,
+            "enable-metrics": True,
+            "enable-cache-report": True,
+            "enable-hierarchical-cache": True,
+            "hicache-ratio": host_ratio,
+            "hicache-storage-prefetch-policy": "wait_complete",
+            "admin-api-key": admin_api_key,
+            "hicache-storage-backend": backend,
+        }
         if layout:
             # SGLang would otherwise swap page_first and page_first_direct to fit the copy engine.
-            io = "direct" if layout == "page_first_direct" else "kernel"
-            self._argv += ["--hicache-mem-layout", layout, "--hicache-io-backend", io]
-        if backend:
-            self._argv += ["--hicache-storage-backend", backend]
+            flags["hicache-mem-layout"] = layout
+            flags["hicache-io-backend"] = "direct" if layout == "page_first_direct" else "kernel"
         if extra_config is not None:
-            self._argv += ["--hicache-storage-backend-extra-config", json.dumps(dict(extra_config))]
-        self._argv += extra_args
+            flags["hicache-storage-backend-extra-config"] = json.dumps(dict(extra_config))
+        self._argv = [word for flag, value in flags.items() for word in _words(flag, value)] + [*extra_args]
 
     @property
     def url(self) -> str:
@@ -244,7 +228,6 @@ class SGLangServer:
             time.sleep(POLL)
         os.close(self._pidfd)
         self._pidfd = -1
-        self._http.close()
 
     @property
     def alive(self) -> bool:
@@ -284,14 +267,14 @@ class SGLangServer:
         }
         started = time.monotonic()
         first: float | None = None
-        with self._post("/generate", body, within, stream=stream) as response:
+        reply: dict[str, Any] = {}
+        with self._call("POST", "/generate", body, within) as response:
             if not stream:
-                reply = response.json()
-            else:
-                for line in response.iter_lines():
-                    if line.startswith(b"data: {"):
-                        first = first or time.monotonic() - started
-                        reply = json.loads(line[6:])
+                reply = json.load(response)
+            for line in response:
+                if line.startswith(b"data: {"):
+                    first = first or time.monotonic() - started
+                    reply = json.loads(line[6:])
         if "meta_info" not in reply:
             raise ServerFailed(f"/generate answered {reply}")
         meta = reply["meta_info"]
@@ -308,7 +291,7 @@ class SGLangServer:
         Waits up to ``settle`` seconds for SGLang's count of backed-up tokens to stand still.
         """
         self.wait_for_backup(within=settle)
-        self._post("/flush_cache?timeout=10", None, 30.0)
+        self._text("POST", "/flush_cache?timeout=10")
 
     def wait_for_backup(self, *, quiet: float = 0.4, within: float = 10.0) -> int:
         """Wait until no token has been backed up to L3 for ``quiet`` seconds; returns how many have been so
@@ -330,7 +313,7 @@ class SGLangServer:
     def metric(self, name: str) -> float:
         """The first sample of a Prometheus metric of the server, or 0 when it has none yet."""
         found = re.search(
-            rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self._get("/metrics").text, re.MULTILINE
+            rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self._text("GET", "/metrics"), re.MULTILINE
         )
         return float(found.group(1)) if found else 0.0
 
@@ -343,29 +326,29 @@ class SGLangServer:
             "hicache_storage_backend_extra_config_json": json.dumps(dict(extra_config or {})),
             "hicache_storage_prefetch_policy": "wait_complete",
         }
-        return str(self._request("PUT", "/hicache/storage-backend", body, 60.0).text)
+        return self._text("PUT", "/hicache/storage-backend", body)
 
     def detach(self) -> str:
         """Detach the L3 backend from the running, idle server; returns SGLang's answer."""
-        return str(self._request("DELETE", "/hicache/storage-backend", None, 60.0).text)
+        return self._text("DELETE", "/hicache/storage-backend")
 
     def status(self) -> dict[str, Any]:
         """What L3 backend SGLang believes is attached, and with which settings."""
-        reply: dict[str, Any] = self._get("/hicache/storage-backend").json()
+        reply: dict[str, Any] = json.loads(self._text("GET", "/hicache/storage-backend"))
         return reply
 
     def clear_storage(self) -> None:
         """Tell the L3 backend to drop its pages."""
-        self._post("/hicache/storage-backend/clear", None, 60.0)
+        self._text("POST", "/hicache/storage-backend/clear")
 
     # --- underneath ----------------------------------------------------------------------------------------
 
     def _answers(self) -> bool:
         try:
-            reply = self._http.get(f"{self.url}/health", timeout=5)
-        except requests.RequestException:
+            self._text("GET", "/health", None, 5.0)
+        except ServerFailed:
             return False
-        return bool(reply.status_code == requests.codes.ok)
+        return True
 
     def _report(self, seen: int, progress: Callable[[str], None]) -> int:
         try:
@@ -380,27 +363,36 @@ class SGLangServer:
                 progress(line[:200])
         return seen + len(whole)
 
-    def _get(self, path: str) -> requests.Response:
-        return self._request("GET", path, None, 30.0)
+    def _text(self, method: str, path: str, body: Any = None, within: float = 60.0) -> str:
+        with self._call(method, path, body, within) as response:
+            return response.read().decode()
 
-    def _post(self, path: str, body: Any, within: float, *, stream: bool = False) -> requests.Response:
-        return self._request("POST", path, body, within, stream=stream)
-
-    def _request(
-        self, method: str, path: str, body: Any, within: float, *, stream: bool = False
-    ) -> requests.Response:
-        headers = {"Authorization": f"Bearer {self.admin_api_key}"} if self.admin_api_key else {}
+    @contextmanager
+    def _call(self, method: str, path: str, body: Any, within: float) -> Iterator[HTTPResponse]:
+        """One HTTP request on a connection of its own. ``within`` bounds every wait for the next bytes."""
+        headers = {"Content-Type": "application/json"}
+        if self.admin_api_key:
+            headers["Authorization"] = f"Bearer {self.admin_api_key}"
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=within)
         try:
-            response = self._http.request(
-                method, self.url + path, json=body, headers=headers, timeout=within, stream=stream
-            )
-        except requests.RequestException as error:
-            raise ServerFailed(
-                f"{method} {path} failed: {error}; the end of the log:\n{self.log_tail()}"
-            ) from error
-        if response.status_code != requests.codes.ok:
-            raise ServerFailed(f"{method} {path} answered {response.status_code}: {response.text[:2000]}")
-        return response
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != HTTPStatus.OK:
+                said = response.read().decode(errors="replace")[:2000]
+                raise ServerFailed(f"{method} {path} answered {response.status}: {said}")
+            yield response
+        except (OSError, HTTPException) as error:
+            tail = self.log_tail()
+            raise ServerFailed(f"{method} {path} failed: {error!r}; the end of the log:\n{tail}") from error
+        finally:
+            connection.close()
+
+
+def _words(flag: str, value: object) -> list[str]:
+    """A flag as command-line words: none when it is unset, one when it only needs to be there."""
+    if value is None:
+        return []
+    return [f"--{flag}"] if value is True else [f"--{flag}", str(value)]
 
 
 def _cpus() -> int:
