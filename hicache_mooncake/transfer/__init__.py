@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
+from ..errors import ProtocolError
 from .base import Credentials, Listener, Outcome, PageRead, PageSource, Peer, PinnedPage, Transport
+from .tcp import TcpTransport
 
-__all__ = ["Credentials", "Listener", "Outcome", "PageRead", "PageSource", "Peer", "PinnedPage", "Transport"]
+_TRANSPORTS: dict[str, type[Transport]] = {TcpTransport.scheme: TcpTransport}
+
+
+def transport(scheme: str) -> Transport:
+    """The transport of that scheme, with default limits. Raises ``ProtocolError`` for an unknown one."""
+    try:
+        return _TRANSPORTS[scheme]()
+    except KeyError:
+        known = ", ".join(sorted(_TRANSPORTS))
+        raise ProtocolError(f"no transport is called {scheme!r}; there are: {known}") from None
+
+
+__all__ = [
+    "Credentials",
+    "Listener",
+    "Outcome",
+    "PageRead",
+    "PageSource",
+    "Peer",
+    "PinnedPage",
+    "TcpTransport",
+    "Transport",
+    "transport",
+]

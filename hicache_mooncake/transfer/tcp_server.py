@@ -1,0 +1,211 @@
+"""The data port over TCP: pages sent straight from the segment, one thread a connection.
+
+The bytes of a request's pages go from the mapped segment into the socket by gathering system calls; nothing
+is copied in Python. Pages stay pinned from before the reply's first byte until the kernel has taken the
+last one, and for no longer than the reader said it would wait, nor than ``send_timeout``: a reader slower
+than that loses its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from ..errors import ConfigError, HiCacheMooncakeError, ProtocolError
+from . import wire
+from .address import Address, contact, parse
+from .base import Credentials, Listener, Outcome, PageSource
+from .handshake import ListenerHandshake, Refusal, refusal_frame
+from .tcp_stream import Buffer, Stream
+
+logger = logging.getLogger(__name__)
+
+_ACCEPT_PAUSE = 0.1
+"""Seconds to wait when the process is out of descriptors: retrying at once would only spin."""
+_CLOSE_WAIT = 10.0
+"""Seconds to wait for connection threads that have been cut off; only the page source can hold one up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Bounds on what readers may take of a node. Times in seconds."""
+
+    connections: int = 512
+    """Threads; 4 a peer leaves room for pools of more than a hundred nodes."""
+    handshake_timeout: float = 5.0
+    send_timeout: float = 10.0
+    """For a whole reply. Pages are pinned while it is sent."""
+    idle_timeout: float = 300.0
+    """A connection without a request for so long is closed; readers reconnect."""
+
+
+class TcpListener(Listener):
+    """A data port that is being served."""
+
+    def __init__(
+        self, address: str, advertise: str, source: PageSource, credentials: Credentials, limits: ServerLimits
+    ) -> None:
+        wanted = _listen_address(address)
+        self._source = source
+        self._credentials = credentials
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._connections: dict[Stream, threading.Thread] = {}
+        self._closing = False
+        self._socket = _bind(wanted, address)
+        try:
+            self.address = str(contact(wanted._replace(port=self._socket.getsockname()[1]), advertise))
+        except ProtocolError as error:
+            self._socket.close()
+            raise ConfigError(
+                "advertise", advertise, "a host, or host:port, that peers can contact"
+            ) from error
+        self._thread = threading.Thread(target=self._accept, name=f"accept {self.address}", daemon=True)
+        self._thread.start()
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open now, agreed or not."""
+        with self._lock:
+            return len(self._connections)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            connections = dict(self._connections)
+            for stream in connections:
+                stream.shut()
+        with contextlib.suppress(OSError):  # closed before
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread, which closing would not
+        until = time.monotonic() + _CLOSE_WAIT
+        for thread in (self._thread, *connections.values()):
+            if thread is threading.current_thread():
+                continue
+            thread.join(max(until - time.monotonic(), 0))
+            if thread.is_alive():
+                logger.error(
+                    "data port %s: %s does not end: the page source holds it", self.address, thread.name
+                )
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                sock, peer = self._socket.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                logger.warning("data port %s cannot accept a connection: %s", self.address, error)
+                time.sleep(_ACCEPT_PAUSE)
+                continue
+            self._admit(sock, peer[0])
+
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        stream = Stream(sock)
+        with self._lock:
+            full = len(self._connections) >= self._limits.connections
+            if not (full or self._closing):
+                thread = threading.Thread(
+                    target=self._serve, args=(stream, host), name=f"serve {host}", daemon=True
+                )
+                self._connections[stream] = thread
+                # Started under the lock, so that close() never meets a thread it cannot join.
+                thread.start()
+                return
+        if full:
+            logger.warning(
+                "data port %s refuses %s: %d connections", self.address, host, self._limits.connections
+            )
+            with contextlib.suppress(OSError):  # it has gone, or will see the connection close
+                sock.send(refusal_frame(Refusal.BUSY), socket.MSG_DONTWAIT)
+        stream.close()
+
+    def _serve(self, stream: Stream, host: str) -> None:
+        agreed = False
+        try:
+            stream.prepare()
+            handshake = ListenerHandshake(self._credentials, self._source.node_id)
+            stream.agree(handshake, time.monotonic() + self._limits.handshake_timeout)
+            agreed = True
+            while not self._closing:
+                self._answer(stream)
+        except ProtocolError as error:
+            logger.warning("data port %s drops %s: %s", self.address, host, error)
+        except (HiCacheMooncakeError, OSError) as error:
+            level = logging.DEBUG if agreed else logging.INFO
+            logger.log(level, "data port %s: %s has gone: %s", self.address, host, error)
+        except Exception:
+            logger.exception("data port %s: serving %s failed", self.address, host)
+        finally:
+            with self._lock:
+                # Both at once: close() shuts only what is in the table, never a descriptor that is used anew.
+                stream.close()
+                del self._connections[stream]
+
+    def _answer(self, stream: Stream) -> None:
+        kind, payload = stream.receive_frame(
+            (wire.Kind.READ, wire.Kind.CLEAR),
+            wire.MAX_REQUEST_BYTES,
+            time.monotonic() + self._limits.idle_timeout,
+            body_timeout=self._limits.handshake_timeout,
+        )
+        if kind is wire.Kind.READ:
+            self._send_pages(stream, wire.decode_read(payload))
+            return
+        digests = wire.decode_clear(payload)
+        dropped = self._source.clear(digests) if digests else 0
+        stream.send([wire.encode_cleared(dropped)], time.monotonic() + self._limits.send_timeout)
+
+    def _send_pages(self, stream: Stream, request: wire.ReadRequest) -> None:
+        deadline = time.monotonic() + min(request.budget, self._limits.send_timeout)
+        pages = self._source.pin(request.keys)
+        buffers: list[Buffer] = [b""]
+        try:
+            rows = []
+            announced = 0
+            for page, size in zip(pages, request.sizes, strict=True):
+                if page is None:
+                    rows.append(wire.PageRow(Outcome.ABSENT, 0, 0))
+                elif page.size != size:
+                    rows.append(wire.PageRow(Outcome.SIZE, page.size, page.checksum))
+                else:
+                    rows.append(wire.PageRow(Outcome.OK, page.size, page.checksum))
+                    buffers += [extent.view for extent in page.extents]
+                    announced += size
+            if sum(map(len, buffers)) != announced:
+                raise ValueError("the extents of a pinned page do not have its size")
+            buffers[0] = wire.encode_pages(rows)
+            stream.send(buffers, deadline)
+        finally:
+            buffers.clear()
+            self._source.unpin(
+                [key for key, page in zip(request.keys, pages, strict=False) if page is not None]
+            )
+
+
+def _listen_address(address: str) -> Address:
+    try:
+        return parse(address, listening=True)
+    except ProtocolError as error:
+        raise ConfigError(
+            "listen", address, "host:port, where port 0 picks a free one", hint=str(error)
+        ) from error
+
+
+def _bind(wanted: Address, address: str) -> socket.socket:
+    """A listening socket. The port stays bound from here on: nothing else can take it in between."""
+    try:
+        found = socket.getaddrinfo(
+            wanted.host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
+        )
+        family, _, _, _, where = found[0]
+        dual = family == socket.AF_INET6 and wanted.host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(where[:2], family=family, backlog=128, dualstack_ipv6=dual)
+    except OSError as error:
+        raise ConfigError(
+            "listen", address, f"an address of this host that is free ({error.strerror or error})"
+        ) from error
