@@ -82,34 +82,10 @@ class Directory:
         another schema or number of shards; :class:`Unavailable` while Redis is loading its data.
         """
         try:
-            info, found = self._link.call(
-                [("INFO",), self._eval(scripts.OPEN, [self._keys.pool], self._creation())]
-            )
-        except Unavailable as error:
-            if isinstance(error.__cause__, failures.BusyLoadingError):
-                raise
-            raise self._unusable(_reason(error.__cause__)) from error
-        if isinstance(info, failures.ResponseError):
-            raise self._unusable(f"INFO is refused: {info}")
-        facts = _info(info)
-        version = facts.get("redis_version", "")
-        if _version(version) < OLDEST_REDIS:
-            raise self._unusable(f"Redis 6.2 or newer is needed, this is {version or 'of no known version'}")
-        if facts.get("redis_mode") == "cluster":
-            raise self._unusable(
-                "this build works with a single Redis (and its replicas), not with Redis Cluster"
-            )
-        if isinstance(found, failures.ResponseError):
-            raise self._unusable(str(found))
-        self._check_pool(found)
-        policy = facts.get("maxmemory_policy", "noeviction")
-        if facts.get("maxmemory", "0") != "0" and policy != "noeviction":
-            logger.warning(
-                "Redis at %s has maxmemory-policy %s: it may evict parts of the directory, which turns hits "
-                "into misses; noeviction is better",
-                self._link.place,
-                policy,
-            )
+            self._find_or_create()
+        except BaseException:
+            self._link.drop_idle()
+            raise
 
     def close(self) -> None:
         """Close the connections. What this process published stays until :meth:`leave` or its TTL."""
@@ -255,6 +231,37 @@ class Directory:
         return dropped
 
     # -- talking to Redis --
+
+    def _find_or_create(self) -> None:
+        try:
+            info, found = self._link.call(
+                [("INFO",), self._eval(scripts.OPEN, [self._keys.pool], self._creation())]
+            )
+        except Unavailable as error:
+            if isinstance(error.__cause__, failures.BusyLoadingError):
+                raise
+            raise self._unusable(_reason(error.__cause__)) from error
+        if isinstance(info, failures.ResponseError):
+            raise self._unusable(f"INFO is refused: {info}")
+        facts = _info(info)
+        version = facts.get("redis_version", "")
+        if _version(version) < OLDEST_REDIS:
+            raise self._unusable(f"Redis 6.2 or newer is needed, this is {version or 'of no known version'}")
+        if facts.get("redis_mode") == "cluster":
+            raise self._unusable(
+                "this build works with a single Redis (and its replicas), not with Redis Cluster"
+            )
+        if isinstance(found, failures.ResponseError):
+            raise self._unusable(str(found))
+        self._check_pool(found)
+        policy = facts.get("maxmemory_policy", "noeviction")
+        if facts.get("maxmemory", "0") != "0" and policy != "noeviction":
+            logger.warning(
+                "Redis at %s has maxmemory-policy %s: it may evict parts of the directory, which turns hits "
+                "into misses; noeviction is better",
+                self._link.place,
+                policy,
+            )
 
     def _announce(self, record: NodeRecord, ttl: float) -> _Identity:
         keys = [self._keys.pool, self._keys.nodes, self._keys.node(record.id)]
