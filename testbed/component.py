@@ -62,6 +62,7 @@ def run(
     components: Sequence[str] = ("FULL",),
     layout: str = "page_first",
     extra: Mapping[str, Any] | None = None,
+    draft: bool = False,
     buffer_only: bool = False,
     env: Mapping[str, str] | None = None,
     within: float = 120.0,
@@ -69,14 +70,14 @@ def run(
     """One round trip through ``backend`` in a process of its own, with ``extra`` as the backend's settings.
 
     ``attention`` is ``mha``, ``mha-asymmetric`` (V narrower than K), ``mla`` or ``dsa`` (MLA with a pool of
-    index keys beside it); ``components`` is FULL, with ``mha`` also FULL and SWA or MAMBA; ``buffer_only``
-    makes L2 only a staging area. Raises ``RuntimeError`` with the end of its output when it fails or takes
-    longer than ``within``.
+    index keys beside it); ``components`` is FULL, with ``mha`` also FULL and SWA or MAMBA; ``draft`` adds the
+    pools of a draft model; ``buffer_only`` makes L2 only a staging area. Raises ``RuntimeError`` with the end
+    of its output when it fails or takes longer than ``within``.
     """
     environment.build_page_hash()
     argv = ["--backend", backend, "--attention", attention, "--layout", layout]
     argv += ["--extra", json.dumps(dict(extra or {})), "--components", *components]
-    argv += ["--buffer-only"] * buffer_only
+    argv += ["--draft"] * draft + ["--buffer-only"] * buffer_only
     with tempfile.NamedTemporaryFile(prefix="component-", suffix=".log") as log:
         settings = environment.server_environment({_PREPARED: "1", **(env or {})})
         pid = environment.warm_process().fork("component", argv, settings, Path(log.name))
@@ -164,6 +165,11 @@ def _round_trip_class() -> type[Any]:
     import torch
     from sglang.kernels.ops.attention.fla.chunk_delta_h import CHUNK_SIZE
     from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+        build_full_draft_pools,
+        build_swa_draft_pools,
+    )
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
@@ -269,25 +275,46 @@ def _round_trip_class() -> type[Any]:
             controller.prefetch_capacity_limit = max(
                 controller.prefetch_capacity_limit, controller.mem_pool_host.size
             )
+            self._draft_pools: list[Any] = []
+            if self.options.draft:
+                self._add_draft(cache)
             return cache, allocator, requests
+
+        def _add_draft(self, cache: Any) -> None:
+            """Pools of a draft model, one layer each: registered late, as when a draft worker starts."""
+            shared = {"size": self.cfg.kv_size, "page_size": self.cfg.page_size, "dtype": self.cfg.dtype}
+            shared |= {"head_num": self.cfg.head_num, "head_dim": self.cfg.head_dim, "device": "cpu"}
+            if self.cfg.has_swa:
+                layers = {"swa_attention_layer_ids": [0], "full_attention_layer_ids": [1]}
+                pool = SWAKVPool(**shared, size_swa=self.cfg.kv_size, **layers)
+                self._draft_pools = [pool.full_kv_pool, pool.swa_kv_pool]
+                found = [build_full_draft_pools(draft_kv_pool=pool.full_kv_pool, tree_cache=cache)]
+                found.append(build_swa_draft_pools(draft_kv_pool=pool, tree_cache=cache))
+            else:
+                build = _device_pool(self.options.attention)
+                self._draft_pools = [build(**shared, layer_num=1, enable_memory_saver=False)]
+                found = [build_full_draft_pools(draft_kv_pool=self._draft_pools[0], tree_cache=cache)]
+            for specs, entries in found:
+                for spec, entry in zip(specs, entries, strict=True):
+                    cache.register_sidecar_pool(spec, entry)
 
         def _views(self, cache: Any, allocator: Any, requests: Any, match: Any) -> Iterator[tuple[Any, Any]]:
             """(buffer, what to select of it) for all device state of the matched prefix that must survive."""
             rows = cache.path_device_indices(match.last_device_node)
-            pool = self._get_full_kv_pool(allocator)
-            latent = self.options.attention in ("mla", "dsa")
-            for buffer in pool.kv_buffer if latent else (*pool.k_buffer, *pool.v_buffer):
-                yield buffer, (rows,)
-            if self.options.attention == "dsa":
-                page = self.cfg.page_size
-                for buffer in pool.index_k_with_scale_buffer:
-                    yield buffer, (rows[::page] // page,)
+            for pool in (self._get_full_kv_pool(allocator), *self._draft_pools[:1]):
+                latent = self.options.attention in ("mla", "dsa")
+                for buffer in pool.kv_buffer if latent else (*pool.k_buffer, *pool.v_buffer):
+                    yield buffer, (rows,)
+                if self.options.attention == "dsa":
+                    page = self.cfg.page_size
+                    for buffer in pool.index_k_with_scale_buffer:
+                        yield buffer, (rows[::page] // page,)
             if self.cfg.has_swa:
                 window = allocator.full_to_swa_index_mapping[rows][-self.cfg.sliding_window_size :]
                 assert bool((window > 0).all()), "the sliding window is not on the device"
-                swa = allocator.get_kvcache().swa_kv_pool
-                for buffer in (*swa.k_buffer, *swa.v_buffer):
-                    yield buffer, (window,)
+                for pool in (allocator.get_kvcache().swa_kv_pool, *self._draft_pools[1:]):
+                    for buffer in (*pool.k_buffer, *pool.v_buffer):
+                        yield buffer, (window,)
             if self.cfg.has_mamba:
                 state = fixtures.node_device_value(cache, match.last_device_node, ComponentType.MAMBA)
                 assert state is not None, "the mamba state is not on the device"
@@ -321,6 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--components", nargs="+", default=["FULL"], help="FULL, then SWA or MAMBA")
     parser.add_argument("--layout", default="page_first", help="as in --hicache-mem-layout")
     parser.add_argument("--extra", type=json.loads, default={}, help="the backend's settings, JSON")
+    parser.add_argument("--draft", action="store_true", help="add the pools of a draft model")
     parser.add_argument("--buffer-only", action="store_true", help="L2 is only a staging area")
     options = parser.parse_args(argv)
     if os.environ.get(_PREPARED) != "1":

@@ -40,6 +40,33 @@ def test_every_byte_comes_back_from_l3(
     assert list(tmp_path.iterdir())
 
 
+DRAFTS = [
+    ("mha", ("FULL",), ("kv", "draft")),
+    ("mha", ("FULL", "SWA"), ("kv", "swa", "draft", "draft_swa")),
+    ("mha", ("FULL", "MAMBA"), ("kv", "mamba", "draft")),
+    ("mla", ("FULL",), ("kv", "draft")),
+    ("dsa", ("FULL",), ("kv", "indexer", "draft", "draft_indexer")),
+]
+
+
+@pytest.mark.parametrize("buffer_only", [False, True], ids=["cache", "buffer_only"])
+@pytest.mark.parametrize("case", DRAFTS, ids=lambda case: "-".join((case[0], *case[1])))
+def test_a_draft_model_s_pools_come_back_too(
+    case: tuple[str, tuple[str, ...], tuple[str, ...]], buffer_only: bool, tmp_path: Path
+) -> None:
+    attention, components, pools = case
+    result = component.run(
+        "file",
+        attention=attention,
+        components=components,
+        draft=True,
+        buffer_only=buffer_only,
+        env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)},
+    )
+    assert result.identical, result
+    assert result.pools == pools
+
+
 def test_one_wrong_bit_is_noticed(tmp_path: Path) -> None:
     backend = {
         "backend_name": "flipping",
