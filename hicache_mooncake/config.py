@@ -108,8 +108,7 @@ class Settings:
         "127.0.0.1:0",
         values.endpoint,
         "`host:port`, `[v6]:port`",
-        "Address of the node's data port; port 0 lets the system choose. "
-        "On loopback other hosts cannot read from it.",
+        "Address of the node's data port; port 0 lets the system choose. On loopback other hosts cannot read from it.",
     )
     advertise: str = _setting(
         "",
@@ -191,21 +190,15 @@ class Settings:
         _SECONDS_ALLOWED,
         "How long a node that was started for you outlives its last user.",
     )
-    enable_ssd_offload: bool = _setting(
-        False, values.flag, "`true`, `false`", f"The SSD tier; {_SSD_NOT_YET}."
-    )
-    ssd_path: str = _setting(
-        "", values.file_path, "absolute path", f"Directory of the SSD tier; {_SSD_NOT_YET}."
-    )
+    enable_ssd_offload: bool = _setting(False, values.flag, "`true`, `false`", f"The SSD tier; {_SSD_NOT_YET}.")
+    ssd_path: str = _setting("", values.file_path, "absolute path", f"Directory of the SSD tier; {_SSD_NOT_YET}.")
     ssd_size: int = _setting(
         0,
         _size(0, 1 << 60, "a size is expected"),
         _SIZE_ALLOWED,
         f"Capacity of the SSD tier; {_SSD_NOT_YET}.",
     )
-    ssd_store: str = _setting(
-        "bucket", values.name, _NAME_ALLOWED, f"Layout of the SSD tier; {_SSD_NOT_YET}."
-    )
+    ssd_store: str = _setting("bucket", values.name, _NAME_ALLOWED, f"Layout of the SSD tier; {_SSD_NOT_YET}.")
     offload: str = _setting(
         "off",
         values.choice("off", "on_evict", "eager"),
@@ -258,9 +251,7 @@ class Settings:
 
     def _check_together(self) -> None:
         if self.secret and self.secret_file:
-            raise ConfigError(
-                "secret_file", self.secret_file, "one of secret and secret_file is expected, not both"
-            )
+            raise ConfigError("secret_file", self.secret_file, "one of secret and secret_file is expected, not both")
         if self.eviction_ratio >= self.high_watermark:
             raise ConfigError("eviction_ratio", self.eviction_ratio, "less than high_watermark is expected")
         for name in ("enable_ssd_offload", "offload", *_SSD_DETAILS):
@@ -283,29 +274,21 @@ class Settings:
             with open(self.secret_file, "rb") as secret_file:
                 content = secret_file.read(1 << 16).rstrip(b"\r\n")
         except OSError as error:
-            raise ConfigError(
-                "secret_file", self.secret_file, f"it cannot be read: {error.strerror}"
-            ) from error
+            raise ConfigError("secret_file", self.secret_file, f"it cannot be read: {error.strerror}") from error
         if not content:
             raise ConfigError("secret_file", self.secret_file, "the file is empty")
         return content
 
     def explicit(self) -> dict[str, object]:
         """What differs from the defaults, for :meth:`of` in a child process. **Holds secrets**."""
-        return {
-            key: getattr(self, key) for key, spec in _SPECS.items() if getattr(self, key) != spec["default"]
-        }
+        return {key: getattr(self, key) for key, spec in _SPECS.items() if getattr(self, key) != spec["default"]}
 
     def public(self) -> dict[str, object]:
         """Every setting with secrets masked: for people, logs and metrics."""
         return {key: _shown(key, getattr(self, key)) for key in _SPECS}
 
     def __repr__(self) -> str:
-        return (
-            "Settings("
-            + ", ".join(f"{key}={_shown(key, raw)!r}" for key, raw in self.explicit().items())
-            + ")"
-        )
+        return "Settings(" + ", ".join(f"{key}={_shown(key, raw)!r}" for key, raw in self.explicit().items()) + ")"
 
 
 _SPECS: dict[str, dict[str, Any]] = {f.name: {**f.metadata, "default": f.default} for f in fields(Settings)}

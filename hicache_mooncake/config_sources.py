@@ -60,30 +60,20 @@ class Replaced(NamedTuple):
 
 
 UPSTREAM_REFUSED = {
-    "master_server_address": Replaced(
-        "redis_url", "there is no master; the directory of the pool is in Redis"
-    ),
-    "metadata_server": Replaced(
-        "redis_url", "there is no metadata server; the directory of the pool is in Redis"
-    ),
+    "master_server_address": Replaced("redis_url", "there is no master; the directory of the pool is in Redis"),
+    "metadata_server": Replaced("redis_url", "there is no metadata server; the directory of the pool is in Redis"),
     "client_server_address": Replaced("node", "the local node is reached over a unix socket"),
     "local_hostname": Replaced(
         "advertise", "the data port is on loopback until `listen` and `advertise` say otherwise"
     ),
     "master_metrics_port": Replaced("redis_url", "there is no master whose metrics could be asked"),
-    "check_server": Replaced(
-        "node", "the local node is found or started, and waited for, by itself", (False,)
-    ),
+    "check_server": Replaced("node", "the local node is found or started, and waited for, by itself", (False,)),
     "standalone_storage": Replaced("node", "start a node of its own and name its unix socket", (False,)),
-    "enable_group_semantics": Replaced(
-        "eviction_ratio", "pages are evicted one by one in this build", (False,)
-    ),
+    "enable_group_semantics": Replaced("eviction_ratio", "pages are evicted one by one in this build", (False,)),
 }
 
 # A Kubernetes service named like us puts these into every pod of its namespace.
-_SERVICE_LINK = re.compile(
-    r"(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)"
-)
+_SERVICE_LINK = re.compile(r"(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
 
 
 def unknown(key: object, known: Collection[str]) -> ConfigError:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hicache_mooncake import config, config_values
@@ -134,9 +134,7 @@ def test_keys_of_sglang_are_dropped() -> None:
 
 
 def test_upstream_names_are_mapped() -> None:
-    settings = load(
-        {"global_segment_size": "2gb", "tenant_id": "team", "protocol": "tcp", "device_name": "mlx5_0"}
-    )
+    settings = load({"global_segment_size": "2gb", "tenant_id": "team", "protocol": "tcp", "device_name": "mlx5_0"})
     assert (settings.segment_size, settings.tenant, settings.device_name) == (2 << 30, "team", "mlx5_0")
     assert refused({"global_segment_size": 1, "segment_size": 2}).allowed.startswith("it is another name")
 
@@ -187,6 +185,7 @@ def test_not_sizes(raw: object) -> None:
     assert "size is expected" in refused({"segment_size": raw}).allowed
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1 << 50), st.sampled_from(["", "k", "KB", "MiB", "g", "tb"]))
 def test_whole_sizes_are_exact(number: int, unit: str) -> None:
     power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit[:1].lower()]
@@ -206,13 +205,12 @@ def test_not_durations(raw: object) -> None:
     assert refused({"heartbeat": raw}).field == "heartbeat"
 
 
-@pytest.mark.parametrize(
-    ("raw", "flag"), [("false", False), ("off", False), (0, False), (False, False), ("No", False)]
-)
+@pytest.mark.parametrize(("raw", "flag"), [("false", False), ("off", False), (0, False), (False, False), ("No", False)])
 def test_flags(raw: object, flag: bool) -> None:
     assert load({"enable_ssd_offload": raw}).enable_ssd_offload is flag
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([f.name for f in dataclasses.fields(Settings)]),
     st.recursive(
@@ -223,12 +221,12 @@ def test_flags(raw: object, flag: bool) -> None:
 )
 def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> None:
     try:
-        settings = load({name: raw})
+        loaded = load({name: raw})
     except ConfigError as error:
         assert name in (error.field, "eviction_ratio", "high_watermark")
     else:
-        assert Settings.of(settings.explicit()) == settings
-        assert repr(settings)
+        assert Settings.of(loaded.explicit()) == loaded
+        assert repr(loaded)
 
 
 @pytest.mark.parametrize(

@@ -225,18 +225,14 @@ class Directory:
         if not touched:
             return 0
         ids = sorted(suspects)
-        dropped: int = self._run(
-            [(scripts.SWEEP, [*touched, *map(self._keys.node, ids)], [len(touched), *ids])]
-        )[0]
+        dropped: int = self._run([(scripts.SWEEP, [*touched, *map(self._keys.node, ids)], [len(touched), *ids])])[0]
         return dropped
 
     # -- talking to Redis --
 
     def _find_or_create(self) -> None:
         try:
-            info, found = self._link.call(
-                [("INFO",), self._eval(scripts.OPEN, [self._keys.pool], self._creation())]
-            )
+            info, found = self._link.call([("INFO",), self._eval(scripts.OPEN, [self._keys.pool], self._creation())])
         except Unavailable as error:
             if isinstance(error.__cause__, failures.BusyLoadingError):
                 raise
@@ -248,9 +244,7 @@ class Directory:
         if _version(version) < OLDEST_REDIS:
             raise self._unusable(f"Redis 6.2 or newer is needed, this is {version or 'of no known version'}")
         if facts.get("redis_mode") == "cluster":
-            raise self._unusable(
-                "this build works with a single Redis (and its replicas), not with Redis Cluster"
-            )
+            raise self._unusable("this build works with a single Redis (and its replicas), not with Redis Cluster")
         if isinstance(found, failures.ResponseError):
             raise self._unusable(str(found))
         self._check_pool(found)
@@ -303,9 +297,7 @@ class Directory:
     def _indexed(self, index: str, key_of: Any) -> tuple[list[str], list[dict[str, str]]]:
         """The members of a set, and the hash that belongs to each (empty where there is none)."""
         members = sorted(raw.decode(errors="replace") for raw in self._call([("SMEMBERS", index)])[0])
-        return members, [
-            pairs(reply) for reply in self._call([("HGETALL", key_of(member)) for member in members])
-        ]
+        return members, [pairs(reply) for reply in self._call([("HGETALL", key_of(member)) for member in members])]
 
     @staticmethod
     def _eval(script: Script, keys: Sequence[str | bytes], arguments: Sequence[str | int]) -> Command:

@@ -62,9 +62,7 @@ class RedisLink:
             self._connection_class(**arguments)
         except (ValueError, TypeError, failures.RedisError) as error:
             # The text of these errors may quote the URL, so it is not passed on.
-            raise ConfigError(
-                "redis_url", self.place, f"it cannot be used ({type(error).__name__})"
-            ) from None
+            raise ConfigError("redis_url", self.place, f"it cannot be used ({type(error).__name__})") from None
         self._resolves = not _is_literal(arguments.get("host"))
         self._connecting = threading.BoundedSemaphore(MAX_CONNECTING)
         self._lock = threading.Lock()
@@ -145,9 +143,7 @@ class RedisLink:
             try:
                 connection.send_packed_command(payload, check_health=False)
                 replies = [self._reply(connection) for _ in range(count)]
-                healthy = not any(
-                    isinstance(r, Exception) and str(r).startswith(_SERVER_CANNOT) for r in replies
-                )
+                healthy = not any(isinstance(r, Exception) and str(r).startswith(_SERVER_CANNOT) for r in replies)
                 return replies
             except (failures.BusyLoadingError, failures.AuthenticationError):
                 raise

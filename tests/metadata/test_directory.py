@@ -128,9 +128,7 @@ def test_foreign_values_are_misses_and_are_replaced(directory: Directory, raw: r
     assert directory.lookup(some) == [ObjectRecord(1, (A,))] * 3
 
 
-def test_opening_twice_joins_the_same_pool(
-    directory: Directory, server: PrivateRedis, raw: redis.Redis
-) -> None:
+def test_opening_twice_joins_the_same_pool(directory: Directory, server: PrivateRedis, raw: redis.Redis) -> None:
     before = raw.hgetall(f"hcm:{directory.pool}")
     assert set(before) == {b"schema", b"shards", b"epoch", b"created"}
     directory.open()
@@ -216,9 +214,7 @@ def test_a_flushed_directory_is_noticed_once_by_each_node(
         assert directory.heartbeat(first, 30) and peer.heartbeat(second, 30)
         raw.flushall()
         assert directory.heartbeat(first, 30) is False
-        assert peer.heartbeat(second, 30) is False, (
-            "the pool exists again, but it is not the one it published to"
-        )
+        assert peer.heartbeat(second, 30) is False, "the pool exists again, but it is not the one it published to"
         assert directory.heartbeat(first, 30) and peer.heartbeat(second, 30)
         assert set(directory.nodes()) == {first.id, second.id}
     finally:
@@ -284,9 +280,7 @@ def test_sweep_drops_what_the_dead_left(directory: Directory, raw: redis.Redis) 
     directory.publish(some[1_000:], [1] * 500, f"{dead.id}/ssd")
     raw.delete(f"hcm:{directory.pool}:node:{dead.id}")
     assert directory.sweep({live.id}, keys_per_call=100, pause=0.001) == 2_000
-    assert (
-        directory.lookup(some) == [ObjectRecord(1, (f"{live.id}/dram", "shared/fs"))] * 1_000 + [None] * 500
-    )
+    assert directory.lookup(some) == [ObjectRecord(1, (f"{live.id}/dram", "shared/fs"))] * 1_000 + [None] * 500
     assert raw.smembers(f"hcm:{directory.pool}:nodes") == {live.id.encode()}
     assert directory.sweep({live.id}) == 0
 
@@ -346,9 +340,7 @@ def test_many_threads(directory: Directory) -> None:
         thread.join(60)
     assert not failures
     for key, record in zip(some, directory.lookup(some), strict=True):
-        assert set(record.holders if record else ()) == {
-            holder for holder, mine in left.items() if key in mine
-        }
+        assert set(record.holders if record else ()) == {holder for holder, mine in left.items() if key in mine}
 
 
 def test_any_sequence_of_changes_matches_a_model(server: PrivateRedis, raw: redis.Redis) -> None:

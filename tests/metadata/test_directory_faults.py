@@ -73,9 +73,7 @@ def test_restarted_between_two_calls_costs_no_error(tcp_redis: TcpRedis, directo
     assert directory.lookup(keys(1)) == [ObjectRecord(1, (A,))]
 
 
-def test_restarted_with_its_data_is_still_another_directory(
-    tcp_redis: TcpRedis, directory: Directory
-) -> None:
+def test_restarted_with_its_data_is_still_another_directory(tcp_redis: TcpRedis, directory: Directory) -> None:
     directory.join(node(), 300)
     directory.publish(keys(1), [1], A)
     with tcp_redis.client() as client:
@@ -348,9 +346,7 @@ class TestOpen:
 
 
 def test_user_password_and_database(tmp_path: Path) -> None:
-    guarded = TcpRedis(
-        tmp_path, "--requirepass", "root%word", "--user", "cache", "on", ">p@ss", "~*", "+@all"
-    )
+    guarded = TcpRedis(tmp_path, "--requirepass", "root%word", "--user", "cache", "on", ">p@ss", "~*", "+@all")
     try:
         directory = Directory(f"redis://cache:p%40ss@127.0.0.1:{guarded.port}/3", "default", timeout=TIMEOUT)
         directory.open()
@@ -358,9 +354,7 @@ def test_user_password_and_database(tmp_path: Path) -> None:
         with guarded.client(password="root%word", db=3) as client:
             assert client.dbsize() == 2
             client.client_kill_filter(_type="normal", skipme=True)
-        assert directory.lookup(keys(1)) == [ObjectRecord(1, (A,))], (
-            "a new connection logs in and selects too"
-        )
+        assert directory.lookup(keys(1)) == [ObjectRecord(1, (A,))], "a new connection logs in and selects too"
         guarded.kill()
         with pytest.raises(Unavailable) as caught:
             directory.lookup(keys(1))

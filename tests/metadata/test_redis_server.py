@@ -156,9 +156,7 @@ def test_dies_with_its_owner_and_the_next_start_cleans_up(tmp_path: Path, how: s
         assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_server_that_outlived_its_owner_is_shut_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_outlived_its_owner_is_shut_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "_command", lambda binary: [binary, "redis.conf"])
     private = PrivateRedis(tmp_path)
     private.start()
@@ -190,9 +188,7 @@ def test_what_is_not_ours_stays(tmp_path: Path) -> None:
 
 def test_many_starts_at_once(tmp_path: Path) -> None:
     owners = [
-        subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(tmp_path), "any"], stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path), "any"], stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
     try:
