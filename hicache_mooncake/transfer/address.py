@@ -14,9 +14,7 @@ from ..errors import ProtocolError
 
 DEFAULT_SCHEME = "tcp"
 _MAX_HOST = 253  # the longest DNS name
-_NAME = re.compile(
-    r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?"
-)
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?)*\.?")
 _ZONE = re.compile(r"[A-Za-z0-9_.-]+")
 
 

@@ -44,11 +44,15 @@ class PageRead:
 
 
 class PinnedPage(NamedTuple):
-    """A page that its owner keeps in place until it is unpinned, and its ``memory.checksum``."""
+    """A page that its owner keeps in place until it is unpinned, and its ``memory.checksum``.
+
+    ``handle`` is the owner's: which page it is that was pinned, for one key may name another page meanwhile.
+    """
 
     size: int
     checksum: int
     extents: Sequence[Extent]
+    handle: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +73,8 @@ class PageSource(Protocol):
     def pin(self, keys: Sequence[str]) -> Sequence[PinnedPage | None]:
         """For each key its page, pinned in place until :meth:`unpin`, or None. Named twice, pinned twice."""
 
-    def unpin(self, keys: Sequence[str]) -> None:
-        """Let go of exactly the keys that :meth:`pin` returned a page for, as often as it did."""
+    def unpin(self, pages: Sequence[PinnedPage]) -> None:
+        """Let go of exactly the pages that :meth:`pin` returned, as often as it did."""
 
     def clear(self, digests: Sequence[str]) -> int:
         """Drop every page of these namespaces; returns how many pages that were."""

@@ -158,9 +158,7 @@ class ReaderHandshake(_Handshake):
         super().__init__(_State.AWAIT_CHALLENGE, credentials)
         pool, node = _name(credentials.pool), _name(node_id)
         self._node_id = node_id
-        fixed = _HELLO.pack(
-            LOWEST_VERSION, HIGHEST_VERSION, len(pool), len(node), nonce or os.urandom(_NONCE_BYTES)
-        )
+        fixed = _HELLO.pack(LOWEST_VERSION, HIGHEST_VERSION, len(pool), len(node), nonce or os.urandom(_NONCE_BYTES))
         self._hello = encode_frame(Kind.HELLO, fixed + pool + node)
         self._transcript.update(self._hello)
         self.version = 0

@@ -68,9 +68,7 @@ class _Job:
 class TcpPeer(Peer):
     """The connections to one node."""
 
-    def __init__(
-        self, address: Address, node_id: str, credentials: Credentials, limits: ClientLimits
-    ) -> None:
+    def __init__(self, address: Address, node_id: str, credentials: Credentials, limits: ClientLimits) -> None:
         ReaderHandshake(credentials, node_id)  # refuses names that could never be sent
         self.address = str(address)
         self.node_id = node_id
@@ -209,7 +207,10 @@ class TcpPeer(Peer):
         limit = min(deadline, time.monotonic() + self._limits.connect_timeout)
         error: HiCacheMooncakeError = Unavailable("its name has no address")
         for family, where in _resolve(self._where, limit):
-            stream = Stream(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                stream = Stream(socket.socket(family, socket.SOCK_STREAM))
+            except OSError as failed:
+                raise Unavailable(f"no socket for a connection: {failed.strerror or failed}") from failed
             with self._lock:
                 if self._closed:
                     stream.close()
@@ -219,9 +220,9 @@ class TcpPeer(Peer):
                 stream.connect(where, limit)
                 stream.agree(ReaderHandshake(self._credentials, self.node_id), limit)
                 return stream
-            except HiCacheMooncakeError as failed:
+            except HiCacheMooncakeError as refused:
                 self._release(stream, False)
-                error = failed
+                error = refused
             except BaseException:
                 self._release(stream, False)
                 raise
@@ -318,9 +319,7 @@ def _resolve(where: Address, deadline: float) -> list[tuple[socket.AddressFamily
 
     def look_up() -> None:
         try:
-            for family, _, _, _, address in socket.getaddrinfo(
-                where.host, where.port, type=socket.SOCK_STREAM
-            ):
+            for family, _, _, _, address in socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM):
                 found.append((family, address))
         except OSError as error:
             failed.append(error)

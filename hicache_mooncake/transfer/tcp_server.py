@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE = 0.1
 """Seconds to wait when the process is out of descriptors: retrying at once would only spin."""
+_GONE = 0.2
+"""Seconds after a reader's own deadline when it has surely gone. Cut any sooner, it would take it for a failure."""
 _CLOSE_WAIT = 10.0
 """Seconds to wait for connection threads that have been cut off; only the page source can hold one up."""
 
@@ -61,9 +63,7 @@ class TcpListener(Listener):
             self.address = str(contact(wanted._replace(port=self._socket.getsockname()[1]), advertise))
         except ProtocolError as error:
             self._socket.close()
-            raise ConfigError(
-                "advertise", advertise, "a host, or host:port, that peers can contact"
-            ) from error
+            raise ConfigError("advertise", advertise, "a host, or host:port, that peers can contact") from error
         self._thread = threading.Thread(target=self._accept, name=f"accept {self.address}", daemon=True)
         self._thread.start()
 
@@ -87,9 +87,7 @@ class TcpListener(Listener):
                 continue
             thread.join(max(until - time.monotonic(), 0))
             if thread.is_alive():
-                logger.error(
-                    "data port %s: %s does not end: the page source holds it", self.address, thread.name
-                )
+                logger.error("data port %s: %s does not end: the page source holds it", self.address, thread.name)
         self._socket.close()
 
     def _accept(self) -> None:
@@ -109,17 +107,13 @@ class TcpListener(Listener):
         with self._lock:
             full = len(self._connections) >= self._limits.connections
             if not (full or self._closing):
-                thread = threading.Thread(
-                    target=self._serve, args=(stream, host), name=f"serve {host}", daemon=True
-                )
+                thread = threading.Thread(target=self._serve, args=(stream, host), name=f"serve {host}", daemon=True)
                 self._connections[stream] = thread
                 # Started under the lock, so that close() never meets a thread it cannot join.
                 thread.start()
                 return
         if full:
-            logger.warning(
-                "data port %s refuses %s: %d connections", self.address, host, self._limits.connections
-            )
+            logger.warning("data port %s refuses %s: %d connections", self.address, host, self._limits.connections)
             with contextlib.suppress(OSError):  # it has gone, or will see the connection close
                 sock.send(refusal_frame(Refusal.BUSY), socket.MSG_DONTWAIT)
         stream.close()
@@ -161,7 +155,7 @@ class TcpListener(Listener):
         stream.send([wire.encode_cleared(dropped)], time.monotonic() + self._limits.send_timeout)
 
     def _send_pages(self, stream: Stream, request: wire.ReadRequest) -> None:
-        deadline = time.monotonic() + min(request.budget, self._limits.send_timeout)
+        deadline = time.monotonic() + min(request.budget + _GONE, self._limits.send_timeout)
         pages = self._source.pin(request.keys)
         buffers: list[Buffer] = [b""]
         try:
@@ -182,18 +176,14 @@ class TcpListener(Listener):
             stream.send(buffers, deadline)
         finally:
             buffers.clear()
-            self._source.unpin(
-                [key for key, page in zip(request.keys, pages, strict=False) if page is not None]
-            )
+            self._source.unpin([page for page in pages if page is not None])
 
 
 def _listen_address(address: str) -> Address:
     try:
         return parse(address, listening=True)
     except ProtocolError as error:
-        raise ConfigError(
-            "listen", address, "host:port, where port 0 picks a free one", hint=str(error)
-        ) from error
+        raise ConfigError("listen", address, "host:port, where port 0 picks a free one", hint=str(error)) from error
 
 
 def _bind(wanted: Address, address: str) -> socket.socket:

@@ -217,9 +217,7 @@ class Stream:
     def _wake_at(self, size: int) -> None:
         """Set how many bytes wake a receiver: never more than are to come, or it would sleep on."""
         if size != self._low_water:
-            with contextlib.suppress(
-                OSError
-            ):  # it saves wake-ups; receiving works without, or says what is wrong
+            with contextlib.suppress(OSError):  # it saves wake-ups; receiving works without, or says what is wrong
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
                 self._low_water = size
 

@@ -48,7 +48,8 @@ MAX_REQUEST_BYTES: Final = max(
 """What a listener buffers for one connection before it knows what is asked."""
 MAX_REPLY_BYTES: Final = _COUNT.size + MAX_PAGES * _ROW.itemsize
 
-_SENT_STATUSES = frozenset((Outcome.OK, Outcome.ABSENT, Outcome.SIZE))
+_OUTCOMES = tuple(Outcome)
+_HIGHEST_SENT = Outcome.SIZE  # the later ones are for the reader to find out
 
 
 class Kind(IntEnum):
@@ -142,14 +143,14 @@ def decode_pages(payload: bytes | bytearray, sizes: Sequence[int]) -> list[PageR
     table = _rows(_ROW, payload, _COUNT.size, count)
     if len(payload) != _COUNT.size + table.nbytes:
         raise ProtocolError("a reply has trailing bytes")
-    rows = []
-    for (status, size, checksum), wanted in zip(table.tolist(), sizes, strict=True):
-        if status not in _SENT_STATUSES:
-            raise ProtocolError(f"a page cannot have the status {status}")
-        if (status == Outcome.OK and size != wanted) or (status == Outcome.SIZE and size == wanted):
-            raise ProtocolError(f"a page of {size} bytes answers a request for {wanted} with status {status}")
-        rows.append(PageRow(Outcome(status), size, checksum))
-    return rows
+    status, size = table["status"], table["size"]
+    if count and status.max() > _HIGHEST_SENT:
+        raise ProtocolError(f"a page cannot have the status {status.max()}")
+    fits = size == np.array(sizes, np.uint64)
+    if np.any((status == Outcome.OK) & ~fits) or np.any((status == Outcome.SIZE) & fits):
+        raise ProtocolError("a page's status and size contradict what was asked for")
+    columns = status.tolist(), size.tolist(), table["checksum"].tolist()
+    return [PageRow(_OUTCOMES[number], *rest) for number, *rest in zip(*columns, strict=True)]
 
 
 def encode_clear(digests: Sequence[str]) -> bytes:

@@ -24,9 +24,7 @@ def cut(mem: Memory, start: int, size: int, pieces: int, seed: str) -> list[Exte
     """``size`` bytes from ``start`` on as ``pieces`` extents of uneven length, in no order."""
     chance = random.Random(seed)
     marks = sorted(chance.sample(range(1, size), pieces - 1)) if pieces > 1 else []
-    extents = [
-        Extent(mem, start + low, high - low) for low, high in zip([0, *marks], [*marks, size], strict=True)
-    ]
+    extents = [Extent(mem, start + low, high - low) for low, high in zip([0, *marks], [*marks, size], strict=True)]
     chance.shuffle(extents)
     return extents
 
@@ -59,7 +57,7 @@ class Segment:
         extents = cut(self.memory, self._used, size, pieces, f"put {key}")
         self._used += size
         fill(extents, content(key, size))
-        self.pages[key] = PinnedPage(size, memory.checksum(key, extents), extents)
+        self.pages[key] = PinnedPage(size, memory.checksum(key, extents), extents, key)
 
     def pin(self, keys: Sequence[str]) -> list[PinnedPage | None]:
         with self._lock:
@@ -69,9 +67,9 @@ class Segment:
             self.pinned_ever += len(pinned)
             return pages
 
-    def unpin(self, keys: Sequence[str]) -> None:
+    def unpin(self, pages: Sequence[PinnedPage]) -> None:
         with self._lock:
-            self.pins.subtract(keys)
+            self.pins.subtract([str(page.handle) for page in pages])
             assert min(self.pins.values(), default=0) >= 0
 
     @property

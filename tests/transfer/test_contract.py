@@ -157,9 +157,7 @@ def test_a_page_of_another_size_is_not_sent(peer: Peer, segment: Segment, landin
     assert arrived(fits)
 
 
-def test_a_corrupt_page_is_found_and_costs_only_itself(
-    peer: Peer, segment: Segment, landing: Landing
-) -> None:
+def test_a_corrupt_page_is_found_and_costs_only_itself(peer: Peer, segment: Segment, landing: Landing) -> None:
     for index in range(5):
         segment.put(f"ns:{index}:all", 256 * KIB, 3)
     view = segment.pages["ns:2:all"].extents[1].view
@@ -171,9 +169,7 @@ def test_a_corrupt_page_is_found_and_costs_only_itself(
     assert peer.read(batch, soon(), False) == [ok] * 5, "nobody looks when not asked to"
 
 
-def test_the_right_bytes_under_another_key_are_corrupt(
-    peer: Peer, segment: Segment, landing: Landing
-) -> None:
+def test_the_right_bytes_under_another_key_are_corrupt(peer: Peer, segment: Segment, landing: Landing) -> None:
     segment.put("ns:a:all", 64 * KIB)
     segment.pages["ns:b:all"] = segment.pages["ns:a:all"]
     assert peer.read([landing.want("ns:b:all", 64 * KIB)], soon(), True) == [Outcome.CORRUPT]

@@ -34,9 +34,7 @@ def test_read_round_trip(pages: list[tuple[str, int]], budget: float) -> None:
 
 
 def test_the_largest_request_fits_its_limit() -> None:
-    request = wire.ReadRequest(
-        ["k" * wire.MAX_KEY_BYTES] * wire.MAX_PAGES, [wire.MAX_PAGE_BYTES] * wire.MAX_PAGES, 1.0
-    )
+    request = wire.ReadRequest(["k" * wire.MAX_KEY_BYTES] * wire.MAX_PAGES, [wire.MAX_PAGE_BYTES] * wire.MAX_PAGES, 1.0)
     assert wire.decode_read(payload_of(wire.encode_read(request), wire.Kind.READ))[:2] == request[:2]
     digests = ["d" * 128] * wire.MAX_DIGESTS
     assert wire.decode_clear(payload_of(wire.encode_clear(digests), wire.Kind.CLEAR)) == digests
