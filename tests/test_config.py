@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache_mooncake import config, config_values
+from hicache_mooncake import config, config_sources, config_values
 from hicache_mooncake.config import Settings
 from hicache_mooncake.errors import ConfigError
 
@@ -130,7 +131,7 @@ def test_unknown_environment_names() -> None:
 
 
 def test_keys_of_sglang_are_dropped() -> None:
-    assert load(dict.fromkeys(config.SGLANG_KEYS, "anything")) == Settings()
+    assert load(dict.fromkeys(config_sources.SGLANG_KEYS, "anything")) == Settings()
 
 
 def test_upstream_names_are_mapped() -> None:
@@ -185,7 +186,7 @@ def test_not_sizes(raw: object) -> None:
     assert "size is expected" in refused({"segment_size": raw}).allowed
 
 
-@settings(deadline=None)
+@hypothesis.settings(deadline=None)
 @given(st.integers(0, 1 << 50), st.sampled_from(["", "k", "KB", "MiB", "g", "tb"]))
 def test_whole_sizes_are_exact(number: int, unit: str) -> None:
     power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[unit[:1].lower()]
@@ -210,7 +211,7 @@ def test_flags(raw: object, flag: bool) -> None:
     assert load({"enable_ssd_offload": raw}).enable_ssd_offload is flag
 
 
-@settings(deadline=None)
+@hypothesis.settings(deadline=None)
 @given(
     st.sampled_from([f.name for f in dataclasses.fields(Settings)]),
     st.recursive(

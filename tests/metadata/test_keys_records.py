@@ -17,7 +17,7 @@ from hicache_mooncake.metadata.records import (
     parse_object,
 )
 
-words = st.text(st.characters(codec="utf-8", exclude_characters=" ", exclude_categories=("Cs",)), min_size=1)
+words = st.text(st.characters(codec="utf-8", exclude_characters=" "), min_size=1)
 parts = st.text(st.characters(codec="ascii", categories=("L", "N"), include_characters="._-"), min_size=1)
 
 
