@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import xxhash
@@ -40,7 +41,9 @@ class Memory:
             self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
         except (OSError, ValueError) as error:
             os.close(fd)
-            raise OSError(getattr(error, "errno", 0) or 22, f"cannot map {size} bytes of shared memory: {error}") from error
+            raise OSError(
+                getattr(error, "errno", 0) or 22, f"cannot map {size} bytes of shared memory: {error}"
+            ) from error
         self.view = memoryview(self._map)
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
@@ -63,10 +66,8 @@ class Memory:
         os.close(self.fd)
         self.fd = -1
         self.view.release()
-        try:
+        with suppress(BufferError):  # a slice is still referenced by a frame being unwound: the mapping goes with it
             self._map.close()
-        except BufferError:
-            pass  # a slice is still referenced by a frame being unwound: the mapping goes with it
 
 
 class Extent(NamedTuple):

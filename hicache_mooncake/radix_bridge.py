@@ -43,9 +43,7 @@ def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) 
     return digest.hexdigest()
 
 
-def page_hashes(
-    tokens: Sequence[int], page_size: int, *, prior: str | None = None, bigram: bool = False
-) -> list[str]:
+def page_hashes(tokens: Sequence[int], page_size: int, *, prior: str | None = None, bigram: bool = False) -> list[str]:
     """SGLang's hash of every whole page of ``tokens``; a partial last page has none.
 
     ``prior`` is the hash of the page before the first one, or :func:`namespace_seed`'s result. ``bigram`` is the form

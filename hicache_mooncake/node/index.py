@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from hicache_mooncake.memory import Extent
-from hicache_mooncake.node.allocator import Span
+from hicache_mooncake.node.allocator import ExtentAllocator, Span
 
 
 class Page:
@@ -20,9 +20,7 @@ class Page:
 
     __slots__ = ("checksum", "extents", "forgotten", "key", "pins", "size", "spans")
 
-    def __init__(
-        self, key: str, size: int, checksum: int, spans: tuple[Span, ...], extents: Sequence[Extent]
-    ) -> None:
+    def __init__(self, key: str, size: int, checksum: int, spans: tuple[Span, ...], extents: Sequence[Extent]) -> None:
         self.key = key
         self.size = size
         self.checksum = checksum
@@ -91,7 +89,7 @@ class PageIndex:
         return page.pins == 0
 
     def coldest(self, footprint: int, *, passing_over: Iterable[str] = ()) -> list[Page]:
-        """Unpinned pages from the old end whose sizes add up to ``footprint`` bytes or more (or all there are)."""
+        """Unpinned pages from the old end that take ``footprint`` bytes or more (or all there are)."""
         kept = set(passing_over)
         chosen: list[Page] = []
         for page in self._pages.values():
@@ -100,5 +98,5 @@ class PageIndex:
             if page.pins or page.key in kept:
                 continue
             chosen.append(page)
-            footprint -= page.size
+            footprint -= ExtentAllocator.footprint(page.size)
         return chosen

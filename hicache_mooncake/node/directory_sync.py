@@ -1,0 +1,237 @@
+"""Keeps Redis in step with what this node holds, and this node's view of the pool in step with Redis.
+
+The store is the authority; Redis follows. Whatever Redis misses while it is away is made good when it is back: it is
+told again everything that is held, and rid of what was dropped meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from hicache_mooncake.errors import Unavailable
+from hicache_mooncake.metadata.directory import Directory
+from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord
+from hicache_mooncake.node.counters import Counters
+from hicache_mooncake.node.store import DramStore
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS_TO_LIVE = 3
+"""A node that misses this many heartbeats is dead to the others."""
+
+REPUBLISH_BATCH = 512
+REPUBLISH_PAUSE = 0.005
+"""Seconds between two batches of a rebuild: serving goes first, and 100,000 pages still take about two seconds."""
+
+FORGOTTEN_LIMIT = 100_000
+"""Keys remembered as dropped while Redis was away. A stale entry beyond it is repaired when somebody follows it."""
+
+SWEEP_WITHIN = 10.0
+"""What a dead node left in Redis is swept within so many seconds of somebody noticing; who comes first does it."""
+
+
+class DirectorySync:
+    """One node's writes to the directory, its heartbeat, and the other nodes it knows. Thread-safe."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        describe: Callable[[], NodeRecord],
+        counters: Counters,
+        *,
+        heartbeat: float,
+    ) -> None:
+        """``describe`` gives this node's record as of now; ``heartbeat`` is in seconds."""
+        self._directory = directory
+        self._describe = describe
+        self._counters = counters
+        self._heartbeat = heartbeat
+        self._store: DramStore | None = None
+        self._on_beat: Callable[[], None] = lambda: None
+        self.node_id = describe().id
+        self.holder = f"{self.node_id}/dram"
+        self._others: dict[str, NodeRecord] = {}
+        self._seen_nodes_at = 0.0
+        self._behind = threading.Event()  # Redis missed a write of ours
+        self._lost_keys: deque[str] = deque(maxlen=FORGOTTEN_LIMIT)
+        self._stale: deque[str] = deque(maxlen=FORGOTTEN_LIMIT)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hcm-heartbeat", daemon=True)
+        self._sweep_at: float | None = (
+            time.monotonic() + random.uniform(0.5, 1) * SWEEP_WITHIN
+        )  # what was there before us
+
+    def start(self, store: DramStore, *, on_beat: Callable[[], None]) -> None:
+        """Join the pool and begin the heartbeat; ``on_beat`` is called after each. Raises ``Unavailable``."""
+        self._store = store
+        self._on_beat = on_beat
+        self._directory.join(self._describe(), self._ttl)
+        self._refresh_nodes()
+        self._thread.start()
+
+    @property
+    def _ttl(self) -> float:
+        return self._heartbeat * HEARTBEATS_TO_LIVE
+
+    # -- the view
+
+    def others(self) -> dict[str, NodeRecord]:
+        """The other nodes alive as of the last heartbeat; nobody when Redis has been away longer than a TTL."""
+        if time.monotonic() - self._seen_nodes_at > self._ttl + self._heartbeat:
+            return {}
+        return self._others
+
+    def lookup(self, keys: Sequence[str]) -> list[ObjectRecord | None]:
+        """Who is said to hold each key. Raises ``Unavailable``."""
+        return self._directory.lookup(keys)
+
+    def refresh_unknown(self, node_ids: Iterable[str]) -> None:
+        """Look at the nodes again when somebody holds pages whom we do not know: it joined since the last heartbeat."""
+        if any(node_id not in self._others for node_id in node_ids):
+            since = time.monotonic() - self._seen_nodes_at
+            if since > self._heartbeat / 4:
+                self._refresh_nodes()
+
+    def _refresh_nodes(self) -> None:
+        nodes = self._directory.nodes()
+        nodes.pop(self.node_id, None)
+        if self._sweep_at is None and any(node_id not in nodes for node_id in self._others):
+            self._sweep_at = time.monotonic() + random.uniform(0.1, 1) * SWEEP_WITHIN
+        self._others = nodes
+        self._seen_nodes_at = time.monotonic()
+
+    # -- writes
+
+    def publish(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+        """Tell Redis of pages just made visible; how many other holders each has (0 where Redis is away)."""
+        assert self._store is not None
+        try:
+            others = self._directory.publish(keys, sizes, self.holder)
+        except Unavailable as error:
+            self._fell_behind(error)
+            return [0] * len(keys)
+        # 1. A put makes K visible. 2. An eviction takes K and tells Redis. 3. The put tells Redis of K: a stale entry.
+        # So whoever writes last looks again at what is really held.
+        gone = [key for key, held in zip(keys, self._store.contains(keys), strict=True) if not held]
+        if gone:
+            self.forget(gone)
+        return others
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Tell Redis that this node does not hold ``keys`` any more."""
+        try:
+            self._directory.forget(keys, self.holder)
+        except Unavailable as error:
+            self._lost_keys.extend(keys)
+            self._fell_behind(error)
+
+    def believed_held(self, keys: Iterable[str]) -> None:
+        """A reader came for pages that are not here: Redis shall be told, soon."""
+        self._stale.extend(keys)
+
+    def _fell_behind(self, error: Unavailable) -> None:
+        if not self._behind.is_set():
+            logger.warning("directory: %s; serving goes on, Redis is told everything when it is back", error)
+        self._behind.set()
+        self._counters.add(directory_errors=1)
+
+    # -- the heartbeat
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._heartbeat * random.uniform(0.9, 1.0)):
+            try:
+                ours = self._directory.heartbeat(self._describe(), self._ttl)
+                self._refresh_nodes()
+                self._on_beat()
+                if not ours or self._behind.is_set():
+                    self._rebuild()
+                self._repair_stale()
+                if self._sweep_at is not None and time.monotonic() > self._sweep_at:
+                    self._sweep()
+            except Unavailable as error:
+                self._fell_behind(error)
+            except Exception:
+                # The heartbeat is what keeps this node in the pool: one bad round must not end it.
+                logger.exception("heartbeat failed; trying again in %.1f s", self._heartbeat)
+
+    def _rebuild(self) -> None:
+        """Tell Redis again everything that is held, in batches, serving meanwhile."""
+        assert self._store is not None
+        self._behind.clear()
+        lost = [self._lost_keys.popleft() for _ in range(len(self._lost_keys))]
+        snapshot = self._store.keys()
+        told = 0
+        beat = time.monotonic()
+        try:
+            for start in range(0, len(lost), REPUBLISH_BATCH):
+                batch = lost[start : start + REPUBLISH_BATCH]
+                self._directory.forget(batch, self.holder)
+                self._publish_held(batch)
+            for start in range(0, len(snapshot), REPUBLISH_BATCH):
+                told += self._publish_held(snapshot[start : start + REPUBLISH_BATCH])
+                if time.monotonic() - beat > self._heartbeat:
+                    self._directory.heartbeat(self._describe(), self._ttl)
+                    beat = time.monotonic()
+                if self._stop.wait(REPUBLISH_PAUSE):
+                    return
+        except Unavailable:
+            self._lost_keys.extend(lost)
+            raise
+        if told:
+            logger.info("directory: told Redis again of %d pages", told)
+        self._counters.add(directory_rebuilds=1, directory_republished=told)
+
+    def _publish_held(self, keys: Sequence[str]) -> int:
+        assert self._store is not None
+        held = self._store.sizes_of(keys)
+        if not held:
+            return 0
+        published = list(held)
+        self._directory.publish(published, [held[key] for key in published], self.holder)
+        still = self._store.sizes_of(published)
+        gone = [key for key in published if key not in still]
+        if gone:
+            self._directory.forget(gone, self.holder)
+        return len(published)
+
+    def _repair_stale(self) -> None:
+        assert self._store is not None
+        while self._stale:
+            batch = [self._stale.popleft() for _ in range(min(len(self._stale), REPUBLISH_BATCH))]
+            held = self._store.sizes_of(batch)
+            gone = [key for key in batch if key not in held]
+            if gone:
+                self._directory.forget(gone, self.holder)
+                self._publish_held(gone)  # a put may have come between the look and the forget
+                self._counters.add(directory_stale_repaired=len(gone))
+
+    def _sweep(self) -> None:
+        self._sweep_at = None
+        removed = self._directory.sweep({self.node_id, *self._directory.nodes()}, pause=REPUBLISH_PAUSE)
+        if removed:
+            logger.info("directory: swept %d entries of dead nodes", removed)
+            self._counters.add(directory_swept=removed)
+
+    def stop(self, *, leave_within: float) -> None:
+        """Leave the pool: from here on no other node counts our pages. Entries are removed for ``leave_within`` s."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=max(5.0, 2 * self._heartbeat))
+        try:
+            self._directory.leave(self.node_id)
+            if self._store is not None:
+                deadline = time.monotonic() + leave_within
+                keys = self._store.keys()
+                for start in range(0, len(keys), REPUBLISH_BATCH):
+                    if time.monotonic() > deadline:
+                        logger.info("directory: %d entries are left for the sweep", len(keys) - start)
+                        break
+                    self._directory.forget(keys[start : start + REPUBLISH_BATCH], self.holder)
+        except Unavailable as error:
+            logger.info("directory: left without saying so (%s); our entries count for nothing already", error)
+        self._directory.close()

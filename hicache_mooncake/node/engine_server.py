@@ -1,0 +1,372 @@
+"""Serves engines of this host over a unix socket: one thread a connection, one request at a time on each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from hicache_mooncake import __version__
+from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError, ProtocolError, Unavailable
+from hicache_mooncake.memory import Memory
+from hicache_mooncake.node.counters import Counters
+from hicache_mooncake.node.pages import CHECK_MARGIN, Move, PageService
+from hicache_mooncake.node.session import Lent, Session, moves_of
+from hicache_mooncake.protocol import messages as m
+from hicache_mooncake.protocol.channel import Channel, close_all, socket_address
+from hicache_mooncake.protocol.fence import SIZE as FENCE_SIZE
+from hicache_mooncake.protocol.fence import Fence
+from hicache_mooncake.radix_bridge import object_keys, printable_hash
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 512
+"""Eight ranks with sixteen connections each, four times over; one thread each."""
+
+OPENING_TIMEOUT = 5.0
+"""Seconds a new connection may take to say who it is."""
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class EngineServer:
+    """Serves from construction. ``declare`` is told the namespaces that engines use."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        address: str,
+        pages: PageService,
+        counters: Counters,
+        *,
+        pool: str,
+        node_id: str,
+        redis_place: str,
+        declare: Callable[[dict[str, dict[str, str]]], None],
+        stats: Callable[[], dict[str, float]],
+    ) -> None:
+        """Take over ``listener``, which :func:`listen` made for ``address``."""
+        self.address = address
+        self._pages = pages
+        self._counters = counters
+        self._pool = pool
+        self._node_id = node_id
+        self._redis_place = redis_place
+        self._declare = declare
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._sessions: dict[bytes, Session] = {}
+        self._channels: dict[Channel, threading.Thread] = {}
+        self._closing = False
+        self.idle_since = time.monotonic()
+        self.served = False  # whether any engine has been here
+        self._listener = listener
+        self._acceptor = threading.Thread(target=self._accept, name="hcm-accept", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def sessions(self) -> int:
+        """Engines attached now."""
+        return len(self._sessions)
+
+    def close(self) -> None:
+        """Stop serving: requests under way end, their engines see the connection close."""
+        self._closing = True
+        close_listener(self._listener, self.address)
+        self._acceptor.join(timeout=5)
+        with self._lock:
+            channels = dict(self._channels)
+        for channel in channels:
+            channel.shutdown()
+        deadline = time.monotonic() + 5
+        for thread in channels.values():
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if self._closing:
+                    return
+                logger.warning("accepting an engine failed: %s", error)
+                time.sleep(0.1)  # out of descriptors, most likely: the next one may find some
+                continue
+            channel = Channel(sock)
+            with self._lock:
+                full = len(self._channels) >= MAX_CONNECTIONS
+                if not full:
+                    thread = threading.Thread(target=self._serve, args=(channel,), name="hcm-engine", daemon=True)
+                    self._channels[channel] = thread
+            if full:
+                logger.warning("an engine's connection is refused: %d are open", MAX_CONNECTIONS)
+                channel.close()
+            else:
+                thread.start()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            if not _same_user(channel.sock):
+                channel.send(m.Refused("another user's process"), time.monotonic() + 1)
+                return
+            body, descriptors = channel.receive(time.monotonic() + OPENING_TIMEOUT)
+            close_all(descriptors)
+            opening = m.decode_opening(body)
+            if opening.version != m.VERSION:
+                reason = f"protocol {m.VERSION} is spoken here, {opening.version} there: install one version per host"
+                channel.send(m.Refused(reason), time.monotonic() + 1)
+            elif isinstance(opening, m.Hello):
+                self._serve_session(channel, opening)
+            else:
+                self._serve_joined(channel, opening)
+        except Unavailable:
+            return  # the engine went away: the usual end
+        except HiCacheMooncakeError as error:
+            logger.warning("an engine's connection is closed: %s", error)
+            with suppress(HiCacheMooncakeError):
+                channel.send(m.Refused(str(error)), time.monotonic() + 1)
+        except Exception:
+            logger.exception("an engine's connection is closed after an unexpected error")
+        finally:
+            with self._lock:
+                self._channels.pop(channel, None)
+            channel.close()
+
+    # -- the first connection of an engine: what it lends and declares
+
+    def _serve_session(self, channel: Channel, hello: m.Hello) -> None:
+        if hello.pool != self._pool:
+            channel.send(m.Refused(f"this node is of pool {self._pool!r}, not {hello.pool!r}"), time.monotonic() + 1)
+            return
+        session = Session(secrets.token_bytes(16), hello.label)
+        with self._lock:
+            self._sessions[session.token] = session
+            self.served = True
+        logger.info("engine %s attached", session.label)
+        try:
+            channel.send(m.Welcome(self._node_id, session.token, __version__, self._redis_place))
+            while True:
+                body, descriptors = channel.receive()
+                channel.send(self._control(session, m.decode_request(body), descriptors))
+        finally:
+            with self._lock:
+                self._sessions.pop(session.token, None)
+                if not self._sessions:
+                    self.idle_since = time.monotonic()
+            session.end()
+            logger.info("engine %s detached", session.label)
+
+    def _control(self, session: Session, request: m.Request, descriptors: list[int]) -> m.Reply:
+        if isinstance(request, m.Attach):
+            return self._attach(session, request, descriptors)
+        close_all(descriptors)
+        if isinstance(request, m.Declare):
+            self._declare(request.namespaces)
+            return m.Done()
+        return self._plain(request)
+
+    def _attach(self, session: Session, request: m.Attach, descriptors: list[int]) -> m.Reply:
+        if len(descriptors) != len(request.regions) + request.with_fence:
+            close_all(descriptors)
+            raise ProtocolError(f"{len(request.regions)} regions with {len(descriptors)} descriptors")
+        if request.with_fence:
+            fence_fd = descriptors.pop(0)
+            session.set_fence(Fence(Memory(fence_fd, FENCE_SIZE)))
+        for region in request.regions:
+            fd = descriptors.pop(0)
+            try:
+                mapping = Memory(fd, region.size, offset=region.offset)
+            except OSError as error:
+                close_all(descriptors)
+                raise ProtocolError(f"the engine's memory cannot be mapped: {error}") from error
+            session.lend(region, mapping)
+            threading.Thread(target=_populate, args=(session, mapping), name="hcm-populate", daemon=True).start()
+        return m.Done()
+
+    def _plain(self, request: m.Request) -> m.Reply:
+        """Requests that touch none of the engine's memory."""
+        if isinstance(request, m.Exists):
+            return self._exists(request)
+        if isinstance(request, m.Clear):
+            objects, unreached = self._pages.clear(request.digests, _deadline(request.budget_ms))
+            return m.Cleared(objects, unreached)
+        if isinstance(request, m.Stats):
+            return m.Counters(self._stats())
+        raise ProtocolError(f"a {type(request).__name__} has no place here")
+
+    # -- its further connections: one request after the other
+
+    def _serve_joined(self, channel: Channel, opening: m.Join) -> None:
+        with self._lock:
+            session = self._sessions.get(opening.session)
+        if session is None:
+            channel.send(m.Refused("no such session: it has ended"), time.monotonic() + 1)
+            return
+        session.claim_slot(opening.slot)
+        channel.send(m.Done())
+        staging: list[Lent] = []
+        try:
+            while True:
+                body, descriptors = channel.receive()
+                request = m.decode_request(body)
+                if isinstance(request, m.Stage):
+                    reply = _stage(request, descriptors, staging)
+                else:
+                    close_all(descriptors)
+                    if isinstance(request, m.Put | m.Get):
+                        reply = self._move(session, opening.slot, request, staging)
+                    else:
+                        reply = self._plain(request)
+                channel.send(reply)
+        finally:
+            for lent in staging:
+                lent.memory.close()
+
+    def _exists(self, request: m.Exists) -> m.Found:
+        deadline = _deadline(request.budget_ms)
+        found: list[bytes] = []
+        run: int | None = None
+        for group in request.groups:
+            asked = group.hashes if run is None or not request.limit_to_first else group.hashes[:run]
+            keys = object_keys(group.digest, map(printable_hash, asked), group.parts)
+            first = run is None
+            here = self._pages.exists(keys, deadline, stop_at_miss=request.prefix_only and first)
+            width = len(group.parts)
+            pages = (
+                bytes(here) if width == 1 else bytes(all(here[at : at + width]) for at in range(0, len(here), width))
+            )
+            if first:
+                missing = pages.find(0)
+                run = len(pages) if missing < 0 else missing
+            found.append(pages.ljust(len(group.hashes), b"\0"))
+        return m.Found(found)
+
+    def _move(self, session: Session, slot: int, request: m.Put | m.Get, staging: Sequence[Lent]) -> m.Moved:
+        deadline = _deadline(request.budget_ms)
+        session.enter()
+        try:
+            fence = session.fence
+            assert fence is not None  # claim_slot made sure
+            regions = [*staging, *session.regions]
+            moves: list[Move] = []
+            counts = []
+            for group in request.groups:
+                of_group = moves_of(group, regions)
+                moves += of_group
+                counts.append(len(of_group))
+
+            def wanted() -> bool:
+                return fence.allowed(slot, request.request)
+
+            if isinstance(request, m.Put):
+                statuses = self._pages.put(moves, wanted, deadline)
+            elif fence.begin_writing(slot, request.request):
+                try:
+                    statuses = self._pages.get(moves, wanted, deadline)
+                finally:
+                    fence.end_writing(slot)
+            else:
+                statuses = bytearray([m.Status.REVOKED]) * len(moves)
+        finally:
+            session.leave()
+        out: list[bytes] = []
+        start = 0
+        for count in counts:
+            out.append(bytes(statuses[start : start + count]))
+            start += count
+        return m.Moved(out)
+
+
+def _deadline(budget_ms: int) -> float:
+    return time.monotonic() + budget_ms / 1000 - CHECK_MARGIN
+
+
+def _stage(request: m.Stage, descriptors: list[int], staging: list[Lent]) -> m.Reply:
+    if len(descriptors) != 1:
+        close_all(descriptors)
+        raise ProtocolError(f"a staging region with {len(descriptors)} descriptors")
+    try:
+        mapping = Memory(descriptors[0], request.region.size, offset=request.region.offset)
+    except OSError as error:
+        raise ProtocolError(f"the staging region cannot be mapped: {error}") from error
+    for old in staging:
+        old.memory.close()
+    staging[:] = [Lent(request.region, mapping)]
+    return m.Done()
+
+
+def _populate(session: Session, mapping: Memory) -> None:
+    """Map the engine's pages into this process before the first request needs them."""
+    with suppress(ProtocolError):
+        session.enter()
+        try:
+            mapping.populate()
+        finally:
+            session.leave()
+
+
+def _same_user(sock: socket.socket) -> bool:
+    """Whether the other process runs as our user or as root: an abstract socket has no file mode to say so."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return uid in (0, os.getuid())
+
+
+def listen(address: str) -> socket.socket:
+    """The socket on which this host's engines find their node. Whoever has it is the node of this host and pool.
+
+    Raises ``ConfigError`` when ``address`` cannot be listened on, because a node does already or otherwise.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            sock.bind(socket_address(address))
+        except OSError:
+            if address.startswith("@") or not _is_abandoned(address):
+                raise
+            os.unlink(address)
+            sock.bind(socket_address(address))
+        if not address.startswith("@"):
+            os.chmod(address, 0o600)
+        sock.listen(64)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            "node",
+            address,
+            f"it cannot be listened on: {error.strerror or error}",
+            hint="a node may run already",
+        ) from error
+    return sock
+
+
+def close_listener(sock: socket.socket, address: str) -> None:
+    """Stop listening and leave no file behind. Safe to call again."""
+    if sock.fileno() < 0:
+        return
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
+    if not address.startswith("@"):
+        with suppress(OSError):
+            os.unlink(address)
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether ``path`` is a socket that no process listens on any more."""
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        probe.settimeout(1)
+        probe.connect(path)
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    finally:
+        probe.close()
+    return False

@@ -1,0 +1,105 @@
+"""The other nodes as this one can use them: connections, and who is left alone for a while after failing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from hicache_mooncake.errors import HiCacheMooncakeError
+from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord, node_of
+from hicache_mooncake.transfer.base import Credentials, Peer, Transport
+
+logger = logging.getLogger(__name__)
+
+FIRST_REST = 1.0
+LONGEST_REST = 30.0
+"""Seconds a failing peer is left alone: doubling from the first to the longest, forgotten after one success."""
+
+
+class Peers:
+    """Thread-safe. ``alive`` gives the live nodes as the directory has them."""
+
+    def __init__(
+        self, transport: Transport, credentials: Credentials, alive: Callable[[], Mapping[str, NodeRecord]]
+    ) -> None:
+        self._transport = transport
+        self._credentials = credentials
+        self._alive = alive
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+        self._rests: dict[str, tuple[float, float]] = {}  # node id -> (until, length), both in seconds
+
+    def usable(self) -> set[str]:
+        """Nodes that are alive, can be reached by our transport and are not resting after a failure."""
+        now = time.monotonic()
+        scheme = self._transport.scheme
+        with self._lock:
+            return {
+                node_id
+                for node_id, record in self._alive().items()
+                if scheme in record.addresses and self._rests.get(node_id, (0.0, 0.0))[0] <= now
+            }
+
+    def alive_ids(self) -> set[str]:
+        """Every other live node, resting or not."""
+        return set(self._alive())
+
+    def holders(self, record: ObjectRecord | None, usable: set[str]) -> list[str]:
+        """The usable nodes that hold an object in DRAM."""
+        if record is None:
+            return []
+        nodes = [node_of(holder) for holder in record.holders if holder.endswith("/dram")]
+        return [node_id for node_id in nodes if node_id is not None and node_id in usable]
+
+    def get(self, node_id: str) -> Peer | None:
+        """The peer, connected on first use; None when it is not alive any more."""
+        record = self._alive().get(node_id)
+        if record is None or self._transport.scheme not in record.addresses:
+            return None
+        with self._lock:
+            peer = self._peers.get(node_id)
+            if peer is None:
+                try:
+                    peer = self._transport.connect(record.addresses[self._transport.scheme], node_id, self._credentials)
+                except HiCacheMooncakeError as error:
+                    logger.warning("node %s cannot be connected to: %s", node_id, error)
+                    return None
+                self._peers[node_id] = peer
+            return peer
+
+    def succeeded(self, node_id: str) -> None:
+        """The peer did what it should: it is used without reserve again."""
+        if node_id in self._rests:
+            with self._lock:
+                self._rests.pop(node_id, None)
+
+    def failed(self, node_id: str, reason: str) -> None:
+        """The peer did not answer or broke off: others are asked for a while."""
+        now = time.monotonic()
+        with self._lock:
+            until, length = self._rests.get(node_id, (0.0, 0.0))
+            if until > now:
+                return  # several batches were under way when it failed: one failure
+            length = min(LONGEST_REST, 2 * length or FIRST_REST)
+            self._rests[node_id] = (now + length, length)
+        logger.warning("node %s failed (%s): left alone for %.0f s", node_id, reason or "no answer", length)
+
+    def prune(self) -> None:
+        """Close the connections to nodes that are gone."""
+        alive = self._alive()
+        with self._lock:
+            gone = [self._peers.pop(node_id) for node_id in list(self._peers) if node_id not in alive]
+            for node_id in list(self._rests):
+                if node_id not in alive:
+                    del self._rests[node_id]
+        for peer in gone:
+            peer.close()
+
+    def close(self) -> None:
+        """Close every connection; batches under way fail."""
+        with self._lock:
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()

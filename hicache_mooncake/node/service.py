@@ -1,0 +1,181 @@
+"""A running node: everything put together, in the order in which it must start and stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from hicache_mooncake import __version__
+from hicache_mooncake.config import Settings
+from hicache_mooncake.config_values import masked_url
+from hicache_mooncake.errors import Unavailable
+from hicache_mooncake.metadata.directory import Directory
+from hicache_mooncake.metadata.records import NodeRecord
+from hicache_mooncake.metadata.redis_server import PrivateRedis
+from hicache_mooncake.node import segment
+from hicache_mooncake.node.counters import Counters
+from hicache_mooncake.node.directory_sync import DirectorySync
+from hicache_mooncake.node.engine_server import EngineServer, close_listener, listen
+from hicache_mooncake.node.pages import PageService
+from hicache_mooncake.node.peers import Peers
+from hicache_mooncake.node.source import StoreSource
+from hicache_mooncake.node.store import DramStore
+from hicache_mooncake.protocol.channel import default_socket
+from hicache_mooncake.transfer.base import Credentials, Listener
+from hicache_mooncake.transfer.tcp import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+LEAVE_WITHIN = 3.0
+"""Seconds a stopping node spends on removing its entries from Redis; others sweep the rest."""
+
+REDIS_TIMEOUT = 0.5
+"""Longest that one Redis call may take, in seconds; less where ``op_timeout`` is shorter."""
+
+UNUSED_GRACE = 20.0
+"""Seconds an embedded node waits for its first user: the engine that started it is still starting itself."""
+
+
+def default_copy_threads() -> int:
+    """Enough threads to fill the memory bus, not so many that the engine's own threads starve."""
+    return max(1, min(4, len(os.sched_getaffinity(0))))
+
+
+class Node:
+    """One node of a pool, from construction until :meth:`close`. An ``embedded`` one ends with its last engine."""
+
+    def __init__(self, settings: Settings, *, embedded: bool = False) -> None:
+        """Take memory, join the pool, listen. Raises ``ConfigError`` naming the setting that cannot work."""
+        self.settings = settings
+        self.id = f"{settings.node_name}~{secrets.token_hex(4)}"
+        self._embedded = embedded
+        self._started = time.time()
+        self.counters = Counters()
+        self._listener: Listener | None = None
+        address = settings.node or default_socket(settings.pool)
+        with ExitStack() as undo:
+            # First of all: it decides who is the node of this host. Engines that come early wait in its backlog.
+            sock = listen(address)
+            undo.callback(close_listener, sock, address)
+            credentials = Credentials(settings.shared_secret(), settings.pool)
+            memory = segment.create(settings.segment_size, huge_pages=settings.huge_pages)
+            undo.callback(memory.close)
+            self.redis_url = settings.redis_url or self._start_redis(undo)
+            self.directory = Directory(
+                self.redis_url,
+                settings.pool,
+                timeout=min(REDIS_TIMEOUT, settings.op_timeout / 2),
+                shards=settings.shards,
+            )
+            undo.callback(self.directory.close)
+            self.directory.open()
+            self.sync = DirectorySync(self.directory, self.describe, self.counters, heartbeat=settings.heartbeat)
+            self.store = DramStore(memory, high_watermark=settings.high_watermark, forget_in_directory=self.sync.forget)
+            transport = TcpTransport()
+            self.peers = Peers(transport, credentials, self.sync.others)
+            undo.callback(self.peers.close)
+            self.pages = PageService(
+                self.store,
+                self.sync,
+                self.peers,
+                self.counters,
+                copy_threads=settings.copy_threads or default_copy_threads(),
+                verify=settings.verify == "always",
+            )
+            undo.callback(self.pages.close)
+            source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters)
+            self._listener = transport.listen(settings.listen, settings.advertise, source, credentials)
+            undo.callback(self._listener.close)
+            self.sync.start(self.store, on_beat=self.peers.prune)
+            undo.callback(self.sync.stop, leave_within=LEAVE_WITHIN)
+            self.engines = EngineServer(
+                sock,
+                address,
+                self.pages,
+                self.counters,
+                pool=settings.pool,
+                node_id=self.id,
+                redis_place=masked_url(self.redis_url),
+                declare=self._declare,
+                stats=self.stats,
+            )
+            undo.callback(self.engines.close)
+            self._undo = undo.pop_all()
+        logger.info(
+            "node %s of pool %s: segment %d MiB, engines at %s, pages at %s, redis %s",
+            self.id,
+            settings.pool,
+            self.store.capacity >> 20,
+            self.engines.address,
+            self._listener.address,
+            masked_url(self.redis_url),
+        )
+
+    def _start_redis(self, undo: ExitStack) -> str:
+        server = PrivateRedis()
+        server.start()
+        undo.callback(server.stop)
+        return server.url
+
+    def describe(self) -> NodeRecord:
+        """This node as the directory shows it, as of now."""
+        store = getattr(self, "store", None)
+        return NodeRecord(
+            id=self.id,
+            name=self.settings.node_name,
+            host=socket.gethostname(),
+            addresses={"tcp": self._listener.address} if self._listener is not None else {},
+            capacity=self.settings.segment_size,
+            used=store.used if store is not None else 0,
+            version=__version__,
+            started=self._started,
+            pages=len(store) if store is not None else 0,
+        )
+
+    def _declare(self, namespaces: dict[str, dict[str, str]]) -> None:
+        for digest, fields in namespaces.items():
+            try:
+                self.directory.declare_namespace(digest, fields)
+            except Unavailable as error:
+                logger.warning("namespace %s is not described in Redis: %s", digest, error)
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+        return {
+            **self.counters.snapshot(),
+            "capacity_bytes": self.store.capacity,
+            "used_bytes": self.store.used,
+            "pages": len(self.store),
+            "pins": self.store.pins,
+            "evicted": self.store.evicted,
+            "engines": self.engines.sessions,
+            "nodes": 1 + len(self.sync.others()),
+        }
+
+    def unused(self) -> bool:
+        """Whether an embedded node's last user is gone for longer than ``node_linger``."""
+        if not self._embedded or self.engines.sessions:
+            return False
+        idle = time.monotonic() - self.engines.idle_since
+        return idle > (self.settings.node_linger if self.engines.served else UNUSED_GRACE)
+
+    def run(self, stop: threading.Event, *, tick: Callable[[], None] = lambda: None) -> None:
+        """Serve until ``stop`` is set or, embedded, nobody uses the node any more; then close it."""
+        try:
+            while not stop.wait(0.25):
+                tick()
+                if self.unused():
+                    logger.info("node %s: the last user is gone", self.id)
+                    return
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the pool and give everything back, within seconds."""
+        self._undo.close()
