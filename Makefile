@@ -36,6 +36,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy testbed/*.py
+	MYPYPATH=testbed/site $(BIN)/mypy --explicit-package-bases testbed/site/*.py testbed/site/sgl_kernel/*.py
 
 demo: venv
 	@$(BIN)/python -m benchmarks.demo

@@ -255,9 +255,7 @@ def _round_trip_class() -> type[Any]:
                 hicache_mem_layout=self.options.layout,
                 hicache_write_policy="write_through",
                 hicache_storage_backend=self.options.backend,
-                hicache_storage_backend_extra_config=json.dumps(
-                    {"prefetch_threshold": 1, **self.options.extra}
-                ),
+                hicache_storage_backend_extra_config=json.dumps({"prefetch_threshold": 1, **self.options.extra}),
                 hicache_storage_prefetch_policy="wait_complete",
                 hicache_host_memory_mode="buffer_only" if self.options.buffer_only else "cache",
             )
@@ -272,9 +270,7 @@ def _round_trip_class() -> type[Any]:
             # Backups and loads happen when this class says so; prefetch may fill the kit's small pools.
             cache.write_through_threshold = 1 << 30
             cache.load_back_threshold = 0
-            controller.prefetch_capacity_limit = max(
-                controller.prefetch_capacity_limit, controller.mem_pool_host.size
-            )
+            controller.prefetch_capacity_limit = max(controller.prefetch_capacity_limit, controller.mem_pool_host.size)
             self._draft_pools: list[Any] = []
             if self.options.draft:
                 self._add_draft(cache)

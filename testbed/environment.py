@@ -87,9 +87,7 @@ def build_page_hash() -> None:
             check=False,
         )
         if built.returncode:
-            raise RuntimeError(
-                f"SGLang's page hash does not build (g++, ninja, libssl-dev?):\n{built.stderr[-3000:]}"
-            )
+            raise RuntimeError(f"SGLang's page hash does not build (g++, ninja, libssl-dev?):\n{built.stderr[-3000:]}")
         stamp.touch()
 
 

@@ -51,9 +51,7 @@ def write_llama(
     )
 
 
-def write_deepseek(
-    directory: Path, *, layers: int = 2, hidden: int = 64, heads: int = 4, context: int = 8192
-) -> Path:
+def write_deepseek(directory: Path, *, layers: int = 2, hidden: int = 64, heads: int = 4, context: int = 8192) -> Path:
     """A DeepseekV2 with multi-head latent attention (MLA) and dense layers only.
 
     KV of one token is ``layers * (32 + 16) * 2`` bytes, the same on every tensor-parallel rank.

@@ -83,8 +83,10 @@ class SGLangServer:
     backend's settings, ``env`` goes on top of the inherited environment, ``extra_args`` at the end of the
     command line, so it wins. ``tokens`` and ``host_ratio`` size the device pool and, as a multiple of it, the
     host pool. ``fresh`` starts it as production does, in a new Python that spawns its parts, instead of
-    forking it from the warm process. ``log_path`` is created if missing and appended to; without it the log
-    goes to a temporary file.
+    forking it from the warm process. ``attend_new_rows`` makes the time to the first token follow the tokens
+    that are computed, as on a GPU, at the price of rounding that differs with what was cached: use it with
+    float32 (``extra_args=("--dtype", "float32")``) where outputs are compared. ``log_path`` is created if
+    missing and appended to; without it the log goes to a temporary file.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class SGLangServer:
         log_path: Path | None = None,
         tokens: int = 8192,
         host_ratio: float = 2.0,
+        attend_new_rows: bool = False,
         fresh: bool = False,
     ) -> None:
         self.model_dir = model_dir
@@ -114,7 +117,7 @@ class SGLangServer:
         self.boot_seconds = 0.0
         self._pidfd = -1
         self._fresh = fresh
-        self._env = dict(env or {})
+        self._env = {"TESTBED_ATTEND_NEW_ROWS": str(int(attend_new_rows)), **(env or {})}
         flags: dict[str, object] = {
             "model-path": model_dir,
             "load-format": "dummy",
@@ -193,13 +196,9 @@ class SGLangServer:
         started = time.monotonic()
         while not self._answers():
             if environment.has_exited(self._pidfd) or time.monotonic() - started > within:
-                what = (
-                    "died while starting" if environment.has_exited(self._pidfd) else "did not become ready"
-                )
+                what = "died while starting" if environment.has_exited(self._pidfd) else "did not become ready"
                 self.kill()
-                raise ServerFailed(
-                    f"SGLang {what} within {within:.0f} s; the end of its log:\n{self.log_tail()}"
-                )
+                raise ServerFailed(f"SGLang {what} within {within:.0f} s; the end of its log:\n{self.log_tail()}")
             if progress:
                 seen = self._report(seen, progress)
             time.sleep(POLL)
@@ -281,9 +280,7 @@ class SGLangServer:
         # Absent when nothing was cached, or when the request waited for no tier.
         details = meta.get("cached_tokens_details") or {"device": meta.get("cached_tokens") or 0}
         cached = Cached(details.get("device") or 0, details.get("host") or 0, details.get("storage") or 0)
-        return Generation(
-            tuple(reply["output_ids"]), meta["prompt_tokens"], cached, first, time.monotonic() - started
-        )
+        return Generation(tuple(reply["output_ids"]), meta["prompt_tokens"], cached, first, time.monotonic() - started)
 
     def flush(self, *, settle: float = 10.0) -> None:
         """Empty the device and host tiers, once everything written to L2 has reached L3; L3 keeps its pages.
@@ -312,9 +309,7 @@ class SGLangServer:
 
     def metric(self, name: str) -> float:
         """The first sample of a Prometheus metric of the server, or 0 when it has none yet."""
-        found = re.search(
-            rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self._text("GET", "/metrics"), re.MULTILINE
-        )
+        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self._text("GET", "/metrics"), re.MULTILINE)
         return float(found.group(1)) if found else 0.0
 
     # --- the storage backend, over HTTP --------------------------------------------------------------------

@@ -6,9 +6,10 @@ returns something harmless, so only import time is covered; a computation that r
 
 from __future__ import annotations
 
-import importlib.machinery
 import sys
 import types
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 ABSENT = ("torchvision", "triton")
@@ -45,7 +46,7 @@ class AbsentModule(types.ModuleType):
         self.__path__: list[str] = []
         self.__file__ = __file__
         self.__version__ = "0.0.0"
-        self.__spec__ = importlib.machinery.ModuleSpec(name, AbsentPackageFinder, is_package=True)
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
@@ -70,21 +71,18 @@ class AbsentModule(types.ModuleType):
         return False
 
 
-class AbsentPackageFinder:
+class AbsentPackageFinder(MetaPathFinder, Loader):
     """Finds only the packages of :data:`ABSENT`, after every real finder has failed."""
 
-    @classmethod
-    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname.partition(".")[0] not in ABSENT or _asked_by_transformers():
             return None
-        return importlib.machinery.ModuleSpec(fullname, cls, is_package=True)
+        return ModuleSpec(fullname, self, is_package=True)
 
-    @classmethod
-    def create_module(cls, spec: Any) -> AbsentModule:
+    def create_module(self, spec: ModuleSpec) -> AbsentModule:
         return AbsentModule(spec.name)
 
-    @classmethod
-    def exec_module(cls, module: types.ModuleType) -> None:
+    def exec_module(self, module: types.ModuleType) -> None:
         pass
 
 
@@ -102,5 +100,5 @@ def _asked_by_transformers() -> bool:
 
 def install() -> None:
     """Put the finder last, so that a package that is really installed is never hidden. Idempotent."""
-    if AbsentPackageFinder not in sys.meta_path:
-        sys.meta_path.append(AbsentPackageFinder)  # type: ignore[arg-type]
+    if not any(isinstance(finder, AbsentPackageFinder) for finder in sys.meta_path):
+        sys.meta_path.append(AbsentPackageFinder())

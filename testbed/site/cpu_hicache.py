@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ POOLS_THAT_PIN = (
     "sglang.srt.mem_cache.memory_pool_host.DeepSeekV4PagedHostPool",
     "sglang.srt.mem_cache.memory_pool_host.DeepSeekV4StateHostPool",
 )
+TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 MLA_HANDLERS = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 
@@ -45,7 +47,8 @@ def absorbed_mla(original: Callable[..., Any], cls: Any, backend_name: str) -> C
     """The torch attention backend reads the latent cache, so MLA must take the absorbed path with it."""
     from sglang.srt.models.deepseek_common.attention_backend_handler import _dispatch_mla_subtype
 
-    return _dispatch_mla_subtype
+    handler: Callable[..., Any] = _dispatch_mla_subtype
+    return handler
 
 
 def bind_copies() -> None:
@@ -75,4 +78,8 @@ def register() -> None:
     around = HookType.AROUND
     for pool in POOLS_THAT_PIN:
         HookRegistry.register(f"{pool}.__init__", without_pinning, around)
+    if os.environ.get("TESTBED_ATTEND_NEW_ROWS") == "1":
+        from cpu_attention import attend_new_rows
+
+        HookRegistry.register(f"{TORCH_ATTENTION}._run_sdpa_forward_extend", attend_new_rows, around)
     HookRegistry.register(f"{MLA_HANDLERS}.AttentionBackendRegistry.get_handler", absorbed_mla, around)

@@ -131,6 +131,21 @@ def test_an_unknown_backend_is_told_by_the_log(llama: Path, tmp_path: Path) -> N
         server.start()
 
 
+@pytest.mark.parametrize("model", ["llama", "deepseek"])
+def test_attending_new_rows_only_says_the_same(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    directory, exact = request.getfixturevalue(model), ["--dtype", "float32"]
+    with with_files(directory, tmp_path, backend=None, extra_args=exact) as server:
+        stock = server.generate(PROMPT, 8)
+        server.kill()
+    with with_files(directory, tmp_path, extra_args=exact, attend_new_rows=True) as server:
+        assert server.generate(PROMPT, 8).output_ids == stock.output_ids
+        server.flush()
+        warm = server.generate(PROMPT, 8)
+        server.kill()
+    assert warm.output_ids == stock.output_ids
+    assert warm.cached == Cached(storage=REUSABLE)
+
+
 @pytest.mark.slow
 def test_a_server_started_as_in_production_behaves_the_same(llama: Path, tmp_path: Path) -> None:
     heard: list[str] = []

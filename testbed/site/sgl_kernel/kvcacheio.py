@@ -127,9 +127,7 @@ def transfer_kv_mamba_lf_pf(
     dst_layout_dim: int,
     num_layers: int,
 ) -> None:
-    transfer_kv_all_layer_mla_lf_pf(
-        src_ptrs, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
-    )
+    transfer_kv_all_layer_mla_lf_pf(src_ptrs, dst, src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
 
 
 # --- K and V: the same copy twice --------------------------------------------------------------------------
@@ -160,9 +158,7 @@ def transfer_kv_per_layer_pf_lf(
     src_layout_dim: int,
 ) -> None:
     for source, target in ((src_k, dst_k), (src_v, dst_v)):
-        transfer_kv_per_layer_mla_pf_lf(
-            source, target, src_indices, dst_indices, layer_id, item_size, src_layout_dim
-        )
+        transfer_kv_per_layer_mla_pf_lf(source, target, src_indices, dst_indices, layer_id, item_size, src_layout_dim)
 
 
 def transfer_kv_all_layer(
@@ -191,9 +187,7 @@ def transfer_kv_all_layer_lf_pf(
     num_layers: int,
 ) -> None:
     for source, target in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
-        transfer_kv_all_layer_mla_lf_pf(
-            source, target, src_indices, dst_indices, item_size, dst_layout_dim, num_layers
-        )
+        transfer_kv_all_layer_mla_lf_pf(source, target, src_indices, dst_indices, item_size, dst_layout_dim, num_layers)
 
 
 def _page_head_rows(
