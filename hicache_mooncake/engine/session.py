@@ -198,7 +198,7 @@ class NodeSession:
     # -- life
 
     def open(self) -> m.Welcome:
-        """Connect for the first time. Raises ``Unavailable``, ``ProtocolError``, or a started node's ``ConfigError``."""
+        """Connect for the first time. Raises ``Unavailable``, ``ProtocolError``, a started node's ``ConfigError``."""
         give_up = time.monotonic() + OPEN_TIMEOUT
         while True:
             try:
@@ -298,7 +298,7 @@ class NodeSession:
     # -- what the node knows of this engine
 
     def lend(self, regions: Sequence[Lendable]) -> None:
-        """Let this node, and every later one, map these regions. The descriptors become ours. Raises ``Unavailable``."""
+        """Let this node, and every later one, map these regions; takes their descriptors. Raises ``Unavailable``."""
         with self._lock:
             self._regions.extend(regions)
             link = self._link

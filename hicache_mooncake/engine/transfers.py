@@ -53,8 +53,9 @@ class PageMover:
                 self._move_staged(kind, batch, results[at], deadline)
         by_page: list[list[bool]] = []
         for batch, result in zip(batches, results, strict=True):
-            pages = result.reshape(-1, len(batch.keys.parts)).all(axis=1)
-            by_page.append([bool(page) for page in pages])
+            width = len(batch.keys.parts)
+            objects: list[bool] = result.tolist()
+            by_page.append(objects if width == 1 else [all(objects[at : at + width]) for at in range(0, len(objects), width)])
         return by_page
 
     def _is_lent(self, located: Located) -> bool:

@@ -203,6 +203,8 @@ class PageService:
         wanted: Wanted,
         deadline: float,
     ) -> None:
+        if not local:
+            return
         corrupt: list[Page] = []
 
         def copy_out(at: int) -> None:
@@ -226,15 +228,14 @@ class PageService:
         self._in_parallel(copy_out, len(local), sum(moves[at].size for at in local))
         for page in corrupt:
             self._store.drop(page)
-        if local:
-            self._counters.add(
-                get_local_bytes=sum(moves[at].size for at in local if statuses[at] == Status.OK),
-                corrupt_dropped=len(corrupt),
-            )
+        self._counters.add(
+            get_local_bytes=sum(moves[at].size for at in local if statuses[at] == Status.OK),
+            corrupt_dropped=len(corrupt),
+        )
 
     def _in_parallel(self, work: Callable[[int], None], count: int, size: int) -> None:
-        """``work(0)`` .. ``work(count - 1)``, by several threads when ``size`` bytes are worth it; ends when all have."""
-        lanes = min(self._copy_threads, count, max(1, size // PARALLEL_FROM))
+        """``work(0)`` .. ``work(count - 1)``, over threads when ``size`` bytes are worth it; ends when all have."""
+        lanes = max(1, min(self._copy_threads, count, size // PARALLEL_FROM))
 
         def lane(first: int) -> None:
             for at in range(first, count, lanes):

@@ -165,8 +165,7 @@ class TcpPeer(Peer):
         except HiCacheMooncakeError as error:
             job.fail(error)
         finally:
-            # Before the slot is free and before read() returns: a connection with a reply under way must be
-            # gone.
+            # Before the slot is free and before read() returns: a connection with a reply under way must be gone.
             if stream is not None:
                 self._release(stream, healthy)
             self._slots.release()
@@ -178,8 +177,7 @@ class TcpPeer(Peer):
             try:
                 return stream, self._try(ask, stream)
             except Disconnected:
-                # The peer went while the connection was idle, and nothing was answered: the others are as
-                # stale.
+                # The peer went while the connection was idle, and nothing was answered: the others are as stale.
                 self._drop_idle()
         stream = self._dial(deadline)
         return stream, self._try(ask, stream)
@@ -228,7 +226,10 @@ class TcpPeer(Peer):
                 raise
         if isinstance(error, DeadlinePassed) and limit < deadline:
             error = Unavailable(f"no connection within {self._limits.connect_timeout} s")
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, and the frames above hold the batch's memory
 
     def _release(self, stream: Stream, healthy: bool) -> None:
         """Keep a connection for the next batch, or close it. Under the lock: close() may be shutting it."""

@@ -108,10 +108,14 @@ class TcpListener(Listener):
             full = len(self._connections) >= self._limits.connections
             if not (full or self._closing):
                 thread = threading.Thread(target=self._serve, args=(stream, host), name=f"serve {host}", daemon=True)
-                self._connections[stream] = thread
-                # Started under the lock, so that close() never meets a thread it cannot join.
-                thread.start()
-                return
+                try:
+                    # Under the lock, so that close() never meets a thread that it cannot join.
+                    thread.start()
+                except RuntimeError as error:
+                    logger.warning("data port %s cannot serve %s: %s", self.address, host, error)
+                else:
+                    self._connections[stream] = thread
+                    return
         if full:
             logger.warning("data port %s refuses %s: %d connections", self.address, host, self._limits.connections)
             with contextlib.suppress(OSError):  # it has gone, or will see the connection close

@@ -149,8 +149,8 @@ def decode_pages(payload: bytes | bytearray, sizes: Sequence[int]) -> list[PageR
     fits = size == np.array(sizes, np.uint64)
     if np.any((status == Outcome.OK) & ~fits) or np.any((status == Outcome.SIZE) & fits):
         raise ProtocolError("a page's status and size contradict what was asked for")
-    columns = status.tolist(), size.tolist(), table["checksum"].tolist()
-    return [PageRow(_OUTCOMES[number], *rest) for number, *rest in zip(*columns, strict=True)]
+    outcomes = map(_OUTCOMES.__getitem__, status.tolist())
+    return list(map(PageRow, outcomes, size.tolist(), table["checksum"].tolist()))
 
 
 def encode_clear(digests: Sequence[str]) -> bytes:
