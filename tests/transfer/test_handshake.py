@@ -10,6 +10,7 @@ from hicache_mooncake.errors import ProtocolError, Unavailable
 from hicache_mooncake.transfer import handshake
 from hicache_mooncake.transfer.base import Credentials
 from hicache_mooncake.transfer.handshake import ListenerHandshake, ReaderHandshake, Refusal, refusal_frame
+from hicache_mooncake.transfer.wire import HEADER_SIZE, Kind, encode_frame
 
 NODE = "alpha~0000abcd"
 PROVEN = Credentials(b"correct horse", "prod")
@@ -71,7 +72,7 @@ def test_a_listener_without_the_secret_cannot_pretend() -> None:
     reader, listener = ReaderHandshake(PROVEN, NODE), ListenerHandshake(Credentials(b"x", "prod"), NODE)
     proof = reader.feed(listener.feed(reader.begin()))
     assert proof
-    forged = handshake.encode_frame(handshake.Kind.WELCOME, b"\0" * 32)
+    forged = encode_frame(Kind.WELCOME, b"\0" * 32)
     assert reader.feed(forged) == b""
     assert not reader.done
     assert "secret" in str(reader.error)
@@ -85,7 +86,7 @@ def test_a_proof_is_not_accepted_back_or_again() -> None:
     replayed.feed(hello)
     replayed.feed(proof)
     assert not replayed.done, "another connection has another nonce"
-    reflected = handshake.encode_frame(handshake.Kind.WELCOME, proof[handshake.HEADER_SIZE :])
+    reflected = encode_frame(Kind.WELCOME, proof[HEADER_SIZE:])
     reader.feed(reflected)
     assert not reader.done, "a reader's proof is not a listener's"
 
@@ -126,8 +127,8 @@ def test_bytes_after_the_end_undo_the_agreement() -> None:
 
 def test_an_endless_hello_is_cut_at_its_header() -> None:
     listener = ListenerHandshake(PROVEN, NODE)
-    header = handshake.encode_frame(handshake.Kind.HELLO, b"x" * 70_000)[: handshake.HEADER_SIZE]
-    assert listener.feed(header)[handshake.HEADER_SIZE :] == bytes([Refusal.MALFORMED])
+    header = encode_frame(Kind.HELLO, b"x" * 70_000)[:HEADER_SIZE]
+    assert listener.feed(header)[HEADER_SIZE:] == bytes([Refusal.MALFORMED])
     assert "limit" in str(listener.error)
 
 
@@ -139,7 +140,7 @@ def test_noise_never_convinces_either_side(noise: bytes, step: int) -> None:
             if side.error:
                 break
             side.feed(noise[start : start + step])
-            assert len(side._buffer) <= handshake.MAX_FRAME_BYTES + handshake.HEADER_SIZE
+            assert len(side._buffer) <= handshake.MAX_FRAME_BYTES + HEADER_SIZE
         assert not side.done
 
 
