@@ -73,9 +73,7 @@ def test_one_wrong_bit_is_noticed(tmp_path: Path) -> None:
         "module_path": "tests.sglang.flipping_backend",
         "class_name": "FlippingBackend",
     }
-    result = component.run(
-        "dynamic", extra=backend, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)}
-    )
+    result = component.run("dynamic", extra=backend, env={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)})
     assert (result.on_device, result.different) == (result.tokens, 1)
     assert not result.identical
 
