@@ -77,6 +77,7 @@ def peer(moved: Transport, listener: Listener) -> Iterator[Peer]:
         (128, 4 * KIB),
         (512, 4 * KIB),
         (512, 64 * KIB + 1),
+        (1300, 4 * KIB),
         (128, 1 * MIB),
         (33, 4 * MIB),
     ],
