@@ -57,6 +57,9 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._finder, pool=self.settings.pool, label=label, op_timeout=self.settings.op_timeout
         )
         self._stats = EngineStats(enabled=bool(getattr(storage_config, "enable_storage_metrics", False)))
+        # SGLang stores whole pages as tensors through a dynamic backend that does not claim the v1 interface.
+        extra = storage_config.extra_config or {}
+        self._stores_tensors = "module_path" in extra and not extra.get("interface_v1")
         self._pools: dict[str, HostPool] = {}
         self._digests: dict[str, str] = {}
         self._flat_digest = ""
@@ -133,7 +136,8 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _count_leading(self, keys: list[str]) -> int:
         if _KV not in self._pools:
             return len(keys) if self._is_anchored() else 0
-        (pages,) = self._ask([self._keys(_KV, keys)], prefix_only=True)
+        named = self._flat_keys(keys) if self._stores_tensors else self._keys(_KV, keys)
+        (pages,) = self._ask([named], prefix_only=True)
         return leading_run(pages)
 
     def batch_get_v1(
@@ -231,8 +235,8 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     # -- the generic calls, for ``dynamic`` without ``interface_v1``: whole pages as tensors
 
     def exists(self, key: str) -> bool:
-        """Whether one page is stored, by either of the two interfaces."""
-        return self._guarded("exists", False, lambda: self._count_leading([key]) == 1 or self._flat_exists(key))
+        """Whether one page is stored."""
+        return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """One page into ``target_location``, which is returned; None on a miss."""
@@ -262,21 +266,16 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _move_flat(self, kind: type[m.Put] | type[m.Get], keys: list[str], tensors: list[Any]) -> list[bool]:
         if len(keys) != len(tensors):
             raise ValueError(f"{len(keys)} keys with {len(tensors)} tensors")
-        digest, parts = self._flat_namespace()
         results = [False] * len(keys)
         deadline = self._deadline()
         for positions, located in flat_pages.by_size(tensors):
-            batch = Batch(m.Keys(digest, parts, [keys[at] for at in positions]), located)
+            batch = Batch(self._flat_keys([keys[at] for at in positions]), located)
             (moved,) = self._mover.move(kind, [batch], deadline)
             for at, ok in zip(positions, moved, strict=True):
                 results[at] = ok
         return results
 
-    def _flat_exists(self, key: str) -> bool:
-        digest, parts = self._flat_namespace()
-        return bool(self._ask([m.Keys(digest, parts, [key])])[0][0])
-
-    def _flat_namespace(self) -> tuple[str, list[str]]:
+    def _flat_keys(self, keys: list[str]) -> m.Keys:
         pool = self._pools.get(_KV)
         if pool is None:
             raise ValueError("no KV pool is registered")
@@ -285,7 +284,7 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             namespace = pool.namespace({**self._deployment, "form": "flat"})
             self._session.declare(namespace.digest, namespace.fields)
             self._flat_digest = namespace.digest
-        return self._flat_digest, ["+".join(pool.shards.parts)]
+        return m.Keys(self._flat_digest, ["+".join(pool.shards.parts)], keys)
 
     # -- the rest of the contract
 
