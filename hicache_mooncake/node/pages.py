@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import defaultdict
@@ -18,7 +19,9 @@ from hicache_mooncake.node.index import Page
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.protocol.messages import Status
-from hicache_mooncake.transfer.base import Outcome, PageRead
+from hicache_mooncake.transfer.base import Outcome, PageRead, Peer
+
+logger = logging.getLogger(__name__)
 
 PARALLEL_FROM = 4 << 20
 """Bytes of a batch from which it is copied by several threads: below, handing over costs more than it brings."""
@@ -265,7 +268,7 @@ class PageService:
         while True:
             by_peer: defaultdict[str, list[int]] = defaultdict(list)
             for position, nodes in holders.items():
-                if nodes and statuses[position] not in (Status.OK, Status.TIMEOUT):
+                if nodes and statuses[position] != Status.OK:
                     by_peer[nodes.pop()].append(position)
             if not by_peer or not wanted():
                 return got
@@ -305,23 +308,39 @@ class PageService:
         else:
             self._peers.succeeded(node_id)
         self._counters.add(get_remote_bytes=size)
+        corrupt = [moves[at].key for at, outcome in zip(positions, outcomes, strict=True) if outcome == Outcome.CORRUPT]
+        if corrupt:
+            self._doubt(peer, corrupt, until)
         return got
+
+    def _doubt(self, peer: Peer, keys: Sequence[str], until: float) -> None:
+        """Have the owner look at pages that arrived corrupt, so that the next reader does not get them too."""
+        try:
+            for start in range(0, len(keys), LOOKUP_CHUNK):
+                peer.doubt(keys[start : start + LOOKUP_CHUNK], until)
+        except HiCacheMooncakeError as error:
+            logger.warning("node %s was not told of %d corrupt pages: %s", peer.node_id, len(keys), error)
 
     # -- clear
 
     def clear(self, digests: Sequence[str], deadline: float) -> tuple[int, list[str]]:
         """Drop every page of these namespaces on every node: how many went, and the nodes that did not answer."""
         dropped = self.clear_here(digests)
-        unreached: list[str] = []
-        for node_id in sorted(self._peers.alive_ids()):
-            peer = self._peers.get(node_id)
-            try:
-                if peer is None:
-                    raise Unavailable(f"node {node_id} is gone")
-                dropped += peer.clear(digests, deadline - CHECK_MARGIN)
-            except HiCacheMooncakeError:
-                unreached.append(node_id)
-        return dropped, unreached
+        nodes = sorted(self._peers.alive_ids())
+        orders = [self._readers.submit(self._clear_peer, node_id, digests, deadline) for node_id in nodes]
+        answers = [order.result() for order in orders]
+        unreached = [node_id for node_id, count in zip(nodes, answers, strict=True) if count is None]
+        return dropped + sum(count or 0 for count in answers), unreached
+
+    def _clear_peer(self, node_id: str, digests: Sequence[str], deadline: float) -> int | None:
+        peer = self._peers.get(node_id)
+        if peer is None:
+            return None
+        try:
+            return peer.clear(digests, deadline - CHECK_MARGIN)
+        except HiCacheMooncakeError as error:
+            logger.warning("node %s did not clear: %s", node_id, error)
+            return None
 
     def clear_here(self, digests: Sequence[str]) -> int:
         """Drop this node's pages of these namespaces."""

@@ -79,6 +79,9 @@ class PageSource(Protocol):
     def clear(self, digests: Sequence[str]) -> int:
         """Drop every page of these namespaces; returns how many pages that were."""
 
+    def doubt(self, keys: Sequence[str]) -> int:
+        """Check the bytes of these pages, drop what does not match its checksum; returns how many did not."""
+
 
 class _Closeable(ABC):
     @abstractmethod
@@ -131,6 +134,13 @@ class Peer(_Closeable):
         """Ask the peer to drop these namespaces; returns how many pages it dropped.
 
         Raises ``Unavailable`` or ``ProtocolError``; the peer may or may not have dropped them then.
+        """
+
+    @abstractmethod
+    def doubt(self, keys: Sequence[str], deadline: float) -> int:
+        """Tell the owner that these pages' bytes were not those of their checksum here; it looks at its own.
+
+        Returns how many of them it found rotten and dropped. Raises ``Unavailable`` or ``ProtocolError``.
         """
 
     @abstractmethod

@@ -106,7 +106,13 @@ class TcpPeer(Peer):
         return [job.unfinished if outcome is None else outcome for outcome in job.outcomes]
 
     def clear(self, digests: Sequence[str], deadline: float) -> int:
-        frame = wire.encode_clear(digests)
+        return self._order(wire.encode_clear(digests), deadline)
+
+    def doubt(self, keys: Sequence[str], deadline: float) -> int:
+        return self._order(wire.encode_doubt(keys), deadline)
+
+    def _order(self, frame: bytes, deadline: float) -> int:
+        """Send what is answered by a number of pages."""
 
         def ask(stream: Stream) -> int:
             stream.send([frame], deadline)

@@ -146,7 +146,7 @@ class TcpListener(Listener):
 
     def _answer(self, stream: Stream) -> None:
         kind, payload = stream.receive_frame(
-            (wire.Kind.READ, wire.Kind.CLEAR),
+            (wire.Kind.READ, wire.Kind.CLEAR, wire.Kind.DOUBT),
             wire.MAX_REQUEST_BYTES,
             time.monotonic() + self._limits.idle_timeout,
             body_timeout=self._limits.handshake_timeout,
@@ -154,8 +154,11 @@ class TcpListener(Listener):
         if kind is wire.Kind.READ:
             self._send_pages(stream, wire.decode_read(payload))
             return
-        digests = wire.decode_clear(payload)
-        dropped = self._source.clear(digests) if digests else 0
+        if kind is wire.Kind.DOUBT:
+            dropped = self._source.doubt(wire.decode_doubt(payload))
+        else:
+            digests = wire.decode_clear(payload)
+            dropped = self._source.clear(digests) if digests else 0
         stream.send([wire.encode_cleared(dropped)], time.monotonic() + self._limits.send_timeout)
 
     def _send_pages(self, stream: Stream, request: wire.ReadRequest) -> None:

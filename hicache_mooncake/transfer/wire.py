@@ -2,8 +2,9 @@
 
 A frame is a 12-byte header (magic, kind, payload length) and a payload. A reader sends ``READ`` and gets
 ``PAGES``: one row a page, then, outside the frame, the bytes of exactly the pages whose row says ``OK``, in
-order and without gaps. ``CLEAR`` asks to drop namespaces and gets ``CLEARED``. One request is under way on
-a connection at a time. All numbers are little-endian.
+order and without gaps. ``CLEAR`` asks to drop namespaces, ``DOUBT`` to check pages whose bytes did not match
+their checksum at the reader; both get ``CLEARED``, how many pages went. One request is under way on a
+connection at a time. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _READ = struct.Struct("<II")
 _CLEARED = struct.Struct("<Q")
 _WANTED = np.dtype([("size", "<u8"), ("key_bytes", "<u2")])
 _ROW = np.dtype([("status", "u1"), ("size", "<u8"), ("checksum", "<u8")])
-_DIGEST_BYTES = np.dtype("<u2")
+_NAME_BYTES = np.dtype("<u2")
 
 MAX_REQUEST_BYTES: Final = max(
     _READ.size + MAX_PAGES * (_WANTED.itemsize + MAX_KEY_BYTES),
-    _COUNT.size + MAX_DIGESTS * (_DIGEST_BYTES.itemsize + 128),
+    _COUNT.size + MAX_DIGESTS * (_NAME_BYTES.itemsize + 128),
 )
 """What a listener buffers for one connection before it knows what is asked."""
 MAX_REPLY_BYTES: Final = _COUNT.size + MAX_PAGES * _ROW.itemsize
@@ -64,6 +65,7 @@ class Kind(IntEnum):
     PAGES = 17
     CLEAR = 18
     CLEARED = 19
+    DOUBT = 20
 
 
 class ReadRequest(NamedTuple):
@@ -158,16 +160,22 @@ def encode_clear(digests: Sequence[str]) -> bytes:
     encoded = [encode_key(digest) for digest in digests]
     if len(encoded) > MAX_DIGESTS or max(map(len, encoded), default=0) > 128:
         raise ValueError(f"at most {MAX_DIGESTS} namespace digests of at most 128 bytes")
-    lengths = np.array([len(digest) for digest in encoded], _DIGEST_BYTES)
-    return encode_frame(Kind.CLEAR, b"".join((_COUNT.pack(len(encoded)), lengths.tobytes(), *encoded)))
+    return _encode_names(Kind.CLEAR, encoded)
 
 
 def decode_clear(payload: bytes | bytearray) -> list[str]:
-    (count,) = _unpack(_COUNT, payload)
-    if count > MAX_DIGESTS:
-        raise ProtocolError(f"{count} namespaces are over the limit of {MAX_DIGESTS}")
-    lengths = _rows(_DIGEST_BYTES, payload, _COUNT.size, count)
-    return _texts(payload, _COUNT.size + lengths.nbytes, lengths)
+    return _decode_names(payload, MAX_DIGESTS)
+
+
+def encode_doubt(keys: Sequence[str]) -> bytes:
+    """A whole DOUBT frame. Raises ``ValueError`` for what the limits do not allow."""
+    if len(keys) > MAX_PAGES:
+        raise ValueError(f"a request is for at most {MAX_PAGES} pages, not {len(keys)}")
+    return _encode_names(Kind.DOUBT, [encode_key(key) for key in keys])
+
+
+def decode_doubt(payload: bytes | bytearray) -> list[str]:
+    return _decode_names(payload, MAX_PAGES)
 
 
 def encode_cleared(pages: int) -> bytes:
@@ -187,6 +195,19 @@ def encode_key(key: str) -> bytes:
     if not 0 < len(encoded) <= MAX_KEY_BYTES:
         raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(encoded)}")
     return encoded
+
+
+def _encode_names(kind: Kind, encoded: Sequence[bytes]) -> bytes:
+    lengths = np.array([len(name) for name in encoded], _NAME_BYTES)
+    return encode_frame(kind, b"".join((_COUNT.pack(len(encoded)), lengths.tobytes(), *encoded)))
+
+
+def _decode_names(payload: bytes | bytearray, most: int) -> list[str]:
+    (count,) = _unpack(_COUNT, payload)
+    if count > most:
+        raise ProtocolError(f"{count} names are over the limit of {most}")
+    lengths = _rows(_NAME_BYTES, payload, _COUNT.size, count)
+    return _texts(payload, _COUNT.size + lengths.nbytes, lengths)
 
 
 def _unpack(layout: struct.Struct, payload: bytes | bytearray) -> tuple[int, ...]:

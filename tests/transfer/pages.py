@@ -85,6 +85,17 @@ class Segment:
                 del self.pages[key]
             return len(doomed)
 
+    def doubt(self, keys: Sequence[str]) -> int:
+        with self._lock:
+            rotten = [
+                key
+                for key in keys
+                if key in self.pages and memory.checksum(key, self.pages[key].extents) != self.pages[key].checksum
+            ]
+            for key in rotten:
+                del self.pages[key]
+            return len(rotten)
+
     def close(self) -> None:
         self.pages.clear()
         self.memory.close()

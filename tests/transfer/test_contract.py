@@ -238,6 +238,17 @@ def test_clear_reaches_the_owner(peer: Peer, segment: Segment, landing: Landing)
     assert peer.read(batch, soon(), True) == [Outcome.ABSENT, Outcome.OK]
 
 
+def test_a_doubted_page_is_dropped_only_if_it_is_rotten(peer: Peer, segment: Segment, landing: Landing) -> None:
+    for name in ("good", "bad"):
+        segment.put(f"ns:{name}:all", 4 * KIB)
+    extent = segment.pages["ns:bad:all"].extents[0]
+    extent.view[100] ^= 1
+    batch = [landing.want("ns:good:all", 4 * KIB), landing.want("ns:bad:all", 4 * KIB)]
+    assert peer.read(batch, soon(), True) == [Outcome.OK, Outcome.CORRUPT]
+    assert peer.doubt(["ns:good:all", "ns:bad:all", "ns:never:all"], soon()) == 1
+    assert peer.read(batch, soon(), True) == [Outcome.OK, Outcome.ABSENT]
+
+
 def test_probe_says_whether_the_peer_would_serve_us(moved: Transport, listener: Listener, peer: Peer) -> None:
     peer.probe(soon())
     for node, credentials, why in (

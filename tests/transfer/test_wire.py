@@ -55,12 +55,14 @@ def test_pages_round_trip(rows: list[tuple[Outcome, int, int]]) -> None:
 def test_clear_round_trip(digests: list[str], pages: int) -> None:
     digests = [digest[:30] for digest in digests]
     assert wire.decode_clear(payload_of(wire.encode_clear(digests), wire.Kind.CLEAR)) == digests
+    assert wire.decode_doubt(payload_of(wire.encode_doubt(digests), wire.Kind.DOUBT)) == digests
     assert wire.decode_cleared(payload_of(wire.encode_cleared(pages), wire.Kind.CLEARED)) == pages
 
 
 decoders: list[Callable[[bytes], object]] = [
     wire.decode_read,
     wire.decode_clear,
+    wire.decode_doubt,
     wire.decode_cleared,
     lambda data: wire.decode_pages(data, [4096] * 3),
 ]
