@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -29,7 +30,8 @@ class Memory:
     """One shared mapping of a memfd (or any shareable file), readable and writable in this process.
 
     ``address`` is where it starts in this process, ``size`` its length in bytes, ``view`` a writable memoryview of
-    all of it. The descriptor stays with the mapping and is closed by :meth:`close`.
+    all of it. The descriptor lives as long as the mapping: until :meth:`close`, or, without that, until nothing refers
+    to the mapping any more, a tensor made of ``view`` included.
     """
 
     def __init__(self, fd: int, size: int, *, offset: int = 0, huge: bool = False) -> None:
@@ -44,6 +46,8 @@ class Memory:
             raise OSError(
                 getattr(error, "errno", 0) or 22, f"cannot map {size} bytes of shared memory: {error}"
             ) from error
+        self._close_fd = weakref.finalize(self._map, os.close, fd)
+        self._close_fd.atexit = False
         self.view = memoryview(self._map)
         anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(anchor)
@@ -63,10 +67,10 @@ class Memory:
         """Unmap and close. The caller has made sure that nothing reads or writes here any more."""
         if self.fd < 0:
             return
-        os.close(self.fd)
         self.fd = -1
-        self.view.release()
+        self._close_fd()
         with suppress(BufferError):  # a slice is still referenced by a frame being unwound: the mapping goes with it
+            self.view.release()
             self._map.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from typing import Any
 
 import torch
@@ -31,6 +30,5 @@ class SharedHostTensorAllocator(HostTensorAllocator):  # type: ignore[misc]
             return torch.empty(dims, dtype=dtype)
         shared = memory.create("hicache-mooncake-l2", count * dtype.itemsize, huge=True)
         shared.populate()  # cudaHostRegister pins only what is there
-        tensor = torch.frombuffer(shared.view, dtype=dtype, count=count).reshape(dims)
-        weakref.finalize(tensor.untyped_storage(), shared.close)
-        return tensor
+        # The tensor's storage holds the view, the view the mapping, and the mapping its descriptor.
+        return torch.frombuffer(shared.view, dtype=dtype, count=count).reshape(dims)
