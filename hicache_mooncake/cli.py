@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -87,7 +88,8 @@ def _detach() -> None:
 def _report(descriptor: int, **content: Any) -> None:
     """Tell the engine that started us how it went."""
     if descriptor >= 0:
-        os.write(descriptor, json.dumps(content).encode() + b"\n")
+        with suppress(BrokenPipeError):  # it is gone: an embedded node ends by itself, others have their log
+            os.write(descriptor, json.dumps(content).encode() + b"\n")
         os.close(descriptor)
 
 

@@ -6,16 +6,19 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import hicache_mooncake
 from hicache_mooncake.config import Settings
+from hicache_mooncake.engine.link import StartFailed
 from hicache_mooncake.errors import ConfigError, Unavailable
 from hicache_mooncake.protocol.channel import default_socket, socket_address
 
@@ -23,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 8.0
 """Seconds a started node has to be ready: an attach that cannot work has to say so within ten."""
-
-_RETRY = 0.02
 
 
 class NodeFinder:
@@ -39,7 +40,10 @@ class NodeFinder:
 
     def dial(self, deadline: float) -> socket.socket:
         """A connection to the running node. Raises ``Unavailable`` when none answers by ``deadline``."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            raise Unavailable(f"no socket for a connection to the node: {error}") from error
         try:
             sock.settimeout(max(0.001, deadline - time.monotonic()))
             sock.connect(socket_address(self.address))
@@ -57,29 +61,26 @@ class NodeFinder:
         """
         try:
             return self.dial(deadline)
-        except Unavailable:
-            if not self.may_start:
+        except Unavailable as error:
+            # One that listens but does not take the connection is there: starting another would not help.
+            if not self.may_start or not isinstance(error.__cause__, ConnectionRefusedError):
                 raise
         with self._starting:
-            self._start()
+            try:
+                return self.dial(deadline)  # another thread has started it meanwhile
+            except Unavailable:
+                self._start(min(deadline, time.monotonic() + START_TIMEOUT))
         return self.dial(deadline)
 
-    def _start(self) -> None:
+    def _start(self, deadline: float) -> None:
         """Start a node that outlives this process' process tree, and wait until it is ready."""
         ready, report = os.pipe()
         package_root = str(Path(hicache_mooncake.__file__).parent.parent)
         paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        command = [sys.executable, "-m", "hicache_mooncake.cli", "node", "--embedded", "--report-fd", str(report)]
         try:
             child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "hicache_mooncake.cli",
-                    "node",
-                    "--embedded",
-                    "--report-fd",
-                    str(report),
-                ],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=2,
                 pass_fds=(report,),
@@ -88,33 +89,26 @@ class NodeFinder:
             )
         except OSError as error:
             os.close(ready)
-            raise Unavailable(f"a node cannot be started: {error}") from error
+            raise StartFailed(f"a node cannot be started: {error}") from error
         finally:
             os.close(report)
         try:
             # Settings go over a pipe: an argument list or environment would show the secrets in them.
-            child.communicate(json.dumps(self._settings.explicit()).encode(), timeout=START_TIMEOUT)
-            self._await_report(ready)
-        except subprocess.TimeoutExpired as error:
-            child.kill()
-            child.wait()
-            raise Unavailable(f"a started node was not ready within {START_TIMEOUT:g} s") from error
+            assert child.stdin is not None
+            with suppress(BrokenPipeError), child.stdin as pipe:
+                pipe.write(json.dumps(self._settings.explicit()).encode())
+            self._follow(_report(ready, deadline))
+        except BaseException:
+            # The child and its own child, which becomes the node, are the session that was made for them. The child
+            # was not waited for yet, so the number is still theirs. A node that is late takes its leave properly.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+            raise
         finally:
             os.close(ready)
+            child.wait()  # it ends as soon as the node is on its own
 
-    def _await_report(self, ready: int) -> None:
-        deadline = time.monotonic() + START_TIMEOUT
-        text = b""
-        while not text.endswith(b"\n"):
-            poller = select.poll()
-            poller.register(ready, select.POLLIN | select.POLLHUP)
-            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise Unavailable(f"a started node was not ready within {START_TIMEOUT:g} s")
-            piece = os.read(ready, 65536)
-            if not piece:
-                raise Unavailable("a started node ended before it was ready", hint="its reason is in this log")
-            text += piece
-        report: dict[str, Any] = json.loads(text)
+    def _follow(self, report: dict[str, Any]) -> None:
         if report.get("state") == "ready":
             self.started = True
             logger.info("node %s was started for this engine", report.get("node"))
@@ -123,4 +117,20 @@ class NodeFinder:
         elif report.get("field"):
             raise ConfigError(report["field"], report.get("value"), report["allowed"], hint=report.get("hint", ""))
         else:
-            raise Unavailable(f"a node cannot be started: {report.get('error', 'no reason given')}")
+            raise StartFailed(f"a node cannot be started: {report.get('error', 'no reason given')}")
+
+
+def _report(ready: int, deadline: float) -> dict[str, Any]:
+    """What a started node says of itself over the pipe ``ready``."""
+    poller = select.poll()
+    poller.register(ready, select.POLLIN | select.POLLHUP)
+    text = b""
+    while not text.endswith(b"\n"):
+        if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise StartFailed("a started node was not ready in time", hint="its reason is in this log")
+        piece = os.read(ready, 65536)
+        if not piece:
+            raise StartFailed("a started node ended before it was ready", hint="its reason is in this log")
+        text += piece
+    report: dict[str, Any] = json.loads(text)
+    return report

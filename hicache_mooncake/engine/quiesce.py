@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 _CREDENTIALS = struct.Struct("3i")
 _POLL = 0.001
 
+KILL_GRACE = 0.1
+"""Seconds past a call's deadline before a node is killed: on a busy host one may be slow and not stuck."""
+
 
 class NodeProcess:
     """The process behind a unix socket, held by a pidfd: the number cannot be reused for another process meanwhile."""
@@ -49,6 +52,7 @@ class NodeProcess:
         return bool(poller.poll(timeout * 1000))
 
     def kill(self) -> None:
+        """End the process, whatever it does."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
@@ -61,12 +65,13 @@ class NodeProcess:
 def wait_for_silence(fence: Fence, slot: int, request: int, node: NodeProcess, deadline: float) -> None:
     """Return when nothing can write into the pages of a revoked ``request`` any more.
 
-    The node stops by itself within one page's copy; one that is frozen in the middle of it does not, and is killed at
-    ``deadline`` (monotonic seconds): its pages are a cache, what the engine computes from its own is not. A killed
-    process may take a moment to go; returning earlier than that would be the one wrong thing to do.
+    The node stops by itself within one page's copy, or one read's deadline, which is before the engine's. One that is
+    frozen in the middle of it does not, and is killed ``KILL_GRACE`` after ``deadline`` (monotonic seconds): its pages
+    are a cache, what the engine computes from its own is not. A killed process may take a moment to go; returning
+    earlier than that would be the one wrong thing to do. Only for a node that can be stopped.
     """
     while fence.writing(slot, request) and not node.exited(_POLL):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline + KILL_GRACE:
             logger.error(
                 "node process %d is stuck while it writes into pages of this engine: killing it, it holds a cache only",
                 node.pid,

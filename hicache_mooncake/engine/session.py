@@ -1,4 +1,4 @@
-"""An engine's connections to the node of its host: opened, used by several threads at once, renewed when they break.
+"""What an engine keeps for its whole life: memory it lends, namespaces it uses, and a link to the node of its host.
 
 Nothing here raises into SGLang. A call that the node does not answer in time is a set of misses; while there is no
 node, every call is, at once, and a thread of ours looks for one.
@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from hicache_mooncake import memory
 from hicache_mooncake.engine.lending import Lendable
-from hicache_mooncake.engine.quiesce import NodeProcess, wait_for_silence
+from hicache_mooncake.engine.link import Busy, Finder, Line, Link, StartFailed, reason, receive_reply
+from hicache_mooncake.engine.quiesce import wait_for_silence
 from hicache_mooncake.errors import HiCacheMooncakeError, ProtocolError, Unavailable
 from hicache_mooncake.memory import Memory
 from hicache_mooncake.protocol import messages as m
-from hicache_mooncake.protocol.channel import Channel, close_all
-from hicache_mooncake.protocol.fence import SLOTS, Fence
+from hicache_mooncake.protocol.channel import close_all
 
 logger = logging.getLogger(__name__)
-
-MAX_LINES = 16
-"""Connections for requests at once; SGLang uses three threads, so a full set means that calls pile up."""
 
 NODE_SHARE = 0.8
 """Part of a call's time that the node gets; the rest is for its answer to arrive, or for making sure of its silence."""
 
+ATTACH_TIMEOUT = 9.0
+"""Seconds that the first session may take, starting a node included: an attach that cannot work says so within ten."""
+
 OPEN_TIMEOUT = 5.0
-"""Seconds that opening a session may take."""
+"""Seconds that renewing a session, or one order in it, may take."""
 
 PROBE_TIMEOUT = 1.0
 """Seconds that a node which missed a deadline has to show that it is alive, before its session is given up."""
@@ -40,144 +38,12 @@ PROBE_TIMEOUT = 1.0
 FIRST_RETRY, LONGEST_RETRY = 0.25, 5.0
 """Seconds between two attempts to reach a node, doubling from the first to the longest."""
 
-
-class Finder(Protocol):
-    """Knows where the node of this host is."""
-
-    may_start: bool
-
-    def dial(self, deadline: float) -> socket.socket:
-        """A connected unix socket. Raises ``Unavailable``."""
-
-    def find_or_start(self, deadline: float) -> socket.socket:
-        """Like :meth:`dial`, starting a node first where that is ours to do."""
-
-
-class _Line:
-    """One connection for requests and its fence slot; ``staging`` is mapped by the node too."""
-
-    def __init__(self, channel: Channel, slot: int) -> None:
-        self.channel = channel
-        self.slot = slot
-        self.staging: Memory | None = None
-
-    def close(self) -> None:
-        self.channel.close()
-        if self.staging is not None:
-            self.staging.close()
-
-
-class _Link:
-    """One session with one node process: everything that dies together."""
-
-    def __init__(self, finder: Finder, pool: str, label: str, deadline: float) -> None:
-        self._finder = finder
-        self._lock = threading.Lock()
-        self._free: list[_Line] = []
-        self._lines = 0
-        self._slots = itertools.count()
-        self.broken = threading.Event()
-        self.silent = threading.Event()  # did not answer; nobody asks until a probe of ours was answered
-        self.fence = Fence.create()
-        self.node: NodeProcess | None = None
-        self._control: Channel | None = None
-        try:
-            self._control = Channel(finder.find_or_start(deadline))
-            self.node = NodeProcess(self._control.sock)
-            self._control.send(m.Hello(m.VERSION, pool, label), deadline)
-            welcome = _reply(self._control, deadline)
-            if not isinstance(welcome, m.Welcome):
-                raise ProtocolError(f"the node does not accept this engine: {_reason(welcome)}")
-            self.welcome = welcome
-            self.order(m.Attach([], with_fence=True), deadline, [self.fence.memory.fd])
-        except BaseException:
-            self.close()
-            raise
-
-    def order(self, message: m.Message, deadline: float, descriptors: Sequence[int] = ()) -> None:
-        """Send what is only acknowledged. Raises ``Unavailable`` or ``ProtocolError``; the link is broken then."""
-        control = self._control
-        if control is None or self.broken.is_set():
-            raise Unavailable("the session with the node is closed")
-        try:
-            with self._lock:
-                control.send(message, deadline, descriptors)
-                reply = _reply(control, deadline)
-            if not isinstance(reply, m.Done):
-                raise ProtocolError(f"the node refused: {_reason(reply)}")
-        except HiCacheMooncakeError:
-            self.broken.set()
-            raise
-
-    def line(self, deadline: float) -> _Line:
-        """A connection for one request, opened if none is free. Raises ``Unavailable`` or ``ProtocolError``."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-            if self._lines >= MAX_LINES:
-                raise Unavailable(f"{MAX_LINES} requests are under way already")
-            self._lines += 1
-            slot = next(self._slots)
-        try:
-            if slot >= SLOTS:
-                self.broken.set()
-                raise Unavailable("the session's fence is used up; a new one is opened")
-            channel = Channel(self._finder.dial(deadline))
-            try:
-                channel.send(m.Join(m.VERSION, self.welcome.session, slot), deadline)
-                reply = _reply(channel, deadline)
-                if not isinstance(reply, m.Done):
-                    raise ProtocolError(f"the node refused a connection: {_reason(reply)}")
-            except BaseException:
-                channel.close()
-                raise
-        except HiCacheMooncakeError as error:
-            with self._lock:
-                self._lines -= 1
-            if isinstance(error, ProtocolError):
-                self.broken.set()  # another node process answers on the socket: ours is gone
-            raise
-        return _Line(channel, slot)
-
-    def give_back(self, line: _Line) -> None:
-        with self._lock:
-            if not self.broken.is_set():
-                self._free.append(line)
-                return
-        self.discard(line)
-
-    def discard(self, line: _Line) -> None:
-        """The connection is of no use any more. Its slot is never used again, its staging at most by the node."""
-        line.close()
-        with self._lock:
-            self._lines -= 1
-
-    @property
-    def busy(self) -> int:
-        with self._lock:
-            return self._lines - len(self._free)
-
-    def close(self) -> None:
-        """End the session. Requests under way fail; the caller has made sure of the rest."""
-        self.broken.set()
-        with self._lock:
-            free, self._free = self._free, []
-        for line in free:
-            self.discard(line)
-        if self._control is not None:
-            self._control.close()
-        while self.busy:  # each ends by its own deadline, and needs the fence until then
-            time.sleep(0.002)
-        if self.node is not None:
-            self.node.close()
-        self.fence.close()
+SAY_AGAIN = 60.0
+"""Seconds after which the log repeats what has not changed."""
 
 
 class NodeSession:
-    """What an engine keeps for its whole life: memory it lends, namespaces it uses, and a link that is renewed.
-
-    ``finder`` knows where the node is, and may start one.
-    """
+    """Thread-safe. ``finder`` knows where the node is, and may start one."""
 
     def __init__(self, finder: Finder, *, pool: str, label: str, op_timeout: float) -> None:
         self._finder = finder
@@ -186,91 +52,100 @@ class NodeSession:
         self.op_timeout = op_timeout
         self._requests = itertools.count(1)
         self._lock = threading.Lock()
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._regions: list[Lendable] = []
         self._namespaces: dict[str, dict[str, str]] = {}
         self._closed = False
         self._wake = threading.Event()
         self._renewer: threading.Thread | None = None
         self._count_lock = threading.Lock()
+        self._said: dict[str, float] = {}
         self.failures: dict[str, int] = {}
 
     # -- life
 
     def open(self) -> m.Welcome:
         """Connect for the first time. Raises ``Unavailable``, ``ProtocolError``, a started node's ``ConfigError``."""
-        give_up = time.monotonic() + OPEN_TIMEOUT
+        give_up = time.monotonic() + ATTACH_TIMEOUT
         while True:
             try:
-                link = self._open_link()
+                link = self._open_link(give_up)
                 break
+            except StartFailed:
+                raise
             except Unavailable:
                 # A node that was just leaving when we came: the next attempt finds none, and starts one.
-                if time.monotonic() > give_up or not self._finder.may_start:
+                if not self._finder.may_start or time.monotonic() + FIRST_RETRY > give_up - OPEN_TIMEOUT:
                     raise
                 time.sleep(FIRST_RETRY)
-        self._renewer = threading.Thread(target=self._renew, name="hcm-session", daemon=True)
+        self._renewer = threading.Thread(target=self._keep_linked, name="hcm-session", daemon=True)
         self._renewer.start()
         return link.welcome
 
-    def _open_link(self) -> _Link:
-        deadline = time.monotonic() + OPEN_TIMEOUT
-        link = _Link(self._finder, self._pool, self._label, deadline)
+    def _open_link(self, deadline: float) -> Link:
+        link = Link(self._finder, self._pool, self._label, deadline)
         try:
             with self._lock:
                 if self._closed:
                     raise Unavailable("the session is closed")
-                self._tell_all(link, deadline)
+                link.lend(self._regions, deadline)
+                if self._namespaces:
+                    link.order(m.Declare(self._namespaces), deadline)
                 self._link = link
         except BaseException:
             link.close()
             raise
         return link
 
-    def _tell_all(self, link: _Link, deadline: float) -> None:
-        if self._regions:
-            _lend(link, self._regions, deadline)
-        if self._namespaces:
-            link.order(m.Declare(self._namespaces), deadline)
-
-    def _renew(self) -> None:
-        """Replace a broken link, in a thread of its own: callers never wait for it."""
+    def _keep_linked(self) -> None:
+        """Replace a link that is broken, in a thread of its own: callers never wait for it."""
         pause = FIRST_RETRY
         while not self._closed:
-            link = self._link
-            if link is not None and not link.broken.is_set() and not _dead(link):
-                if link.silent.is_set() and not self._probe(link):
-                    continue
-                self._wake.wait(1.0)
-                self._wake.clear()
-                pause = FIRST_RETRY
-                continue
-            if link is not None:
-                logger.warning("node %s is gone: every page is a miss until it is back", link.welcome.node_id)
-                self._link = None
-                link.close()
             try:
-                renewed = self._open_link()
-                logger.warning("node %s is connected", renewed.welcome.node_id)
-            except (HiCacheMooncakeError, OSError) as error:
-                if not self._closed:
-                    logger.log(logging.WARNING if pause >= LONGEST_RETRY else logging.INFO, "no node yet: %s", error)
-                self._wake.wait(pause)
-                self._wake.clear()
+                linked = self._look_after_link()
+            except Exception:
+                # Without this thread the engine would miss for the rest of its life.
+                logger.exception("looking for a node failed; trying again")
+                linked = False
+            if linked:
+                pause = FIRST_RETRY
+            self._wake.wait(1.0 if linked else pause)
+            self._wake.clear()
+            if not linked:
                 pause = min(LONGEST_RETRY, 2 * pause)
 
-    def _probe(self, link: _Link) -> bool:
+    def _look_after_link(self) -> bool:
+        """Whether there is a link that works, after having tried to make one."""
+        link = self._link
+        if link is not None:
+            working = not (link.broken.is_set() or link.dead())
+            if working and (not link.silent.is_set() or self._answers(link)):
+                return True
+            with self._lock:
+                self._link = None
+            if not self._closed:
+                logger.warning("node %s is gone: every page is a miss until there is one", link.welcome.node_id)
+            link.close()
+        try:
+            renewed = self._open_link(time.monotonic() + OPEN_TIMEOUT)
+        except (HiCacheMooncakeError, OSError) as error:
+            if not self._closed:
+                self._say(f"no node yet: {error}")
+            return False
+        logger.warning("node %s is connected", renewed.welcome.node_id)
+        return True
+
+    def _answers(self, link: Link) -> bool:
         """Whether a node that did not answer does so again; if not, the link is broken."""
         try:
             link.order(m.Declare({}), time.monotonic() + PROBE_TIMEOUT)
         except HiCacheMooncakeError:
             return False
         link.silent.clear()
-        logger.warning("node %s answers again", link.welcome.node_id)
         return True
 
     def close(self) -> None:
-        """Detach from the node. Safe to call again."""
+        """Detach from the node, when the calls under way have ended. Safe to call again."""
         with self._lock:
             if self._closed:
                 return
@@ -293,25 +168,42 @@ class NodeSession:
     def can_write_in_place(self) -> bool:
         """Whether the node may work on lent memory: only one that this engine could stop."""
         link = self._link
-        return link is not None and link.node is not None and link.node.can_be_stopped
+        return link is not None and _can_be_stopped(link)
 
     # -- what the node knows of this engine
 
     def lend(self, regions: Sequence[Lendable]) -> None:
-        """Let this node, and every later one, map these regions; takes their descriptors. Raises ``Unavailable``."""
+        """Let this node, and every later one, map these regions; takes their descriptors.
+
+        A node that is just going is no error: the next one is told. Raises ``ProtocolError`` when a node cannot map
+        them; their descriptors are closed then.
+        """
         with self._lock:
             self._regions.extend(regions)
             link = self._link
-        if link is not None:
-            _lend(link, regions, time.monotonic() + OPEN_TIMEOUT)
+        if link is None or not regions:
+            return
+        try:
+            link.lend(regions, time.monotonic() + OPEN_TIMEOUT)
+        except Unavailable as error:
+            self._failed(link, error)
+        except ProtocolError:
+            with self._lock:  # or no later link could ever be opened
+                self._regions = [region for region in self._regions if region not in regions]
+            close_all([region.fd for region in regions])
+            raise
 
     def declare(self, digest: str, fields: Mapping[str, str]) -> None:
-        """Have a namespace described in Redis. Raises ``Unavailable``."""
+        """Have a namespace described in Redis, by this node and every later one."""
         with self._lock:
             self._namespaces[digest] = dict(fields)
             link = self._link
-        if link is not None:
+        if link is None:
+            return
+        try:
             link.order(m.Declare({digest: dict(fields)}), time.monotonic() + OPEN_TIMEOUT)
+        except HiCacheMooncakeError as error:
+            self._failed(link, error)
 
     # -- requests
 
@@ -323,10 +215,13 @@ class NodeSession:
             return None
         try:
             line.channel.send(message, deadline)
-            reply = _reply(line.channel, deadline)
+            reply = receive_reply(line.channel, deadline)
         except HiCacheMooncakeError as error:
             self._lost(link, line, error)
             return None
+        except BaseException:
+            link.discard(line)
+            raise
         return self._checked(link, line, reply)
 
     def budget_ms(self, deadline: float) -> int:
@@ -340,6 +235,9 @@ class NodeSession:
         """
         link, line = self._take(deadline)
         if link is None or line is None:
+            return None
+        if not _can_be_stopped(link):  # another node than the one that the memory was lent to
+            link.give_back(line)
             return None
         return self._move_on(link, line, kind, groups, deadline, in_place=True)
 
@@ -359,36 +257,37 @@ class NodeSession:
         link, line = self._take(deadline)
         if link is None or line is None:
             return False
-        staging = line.staging
         try:
-            if staging is None or staging.size < size:
-                if staging is not None:
-                    line.staging = None
-                    staging.close()
-                staging = line.staging = memory.create("hicache-mooncake-staging", size)
-                region = m.Region(staging.address, staging.size, 0)
-                line.channel.send(m.Stage(region), deadline, [staging.fd])
-                reply = _reply(line.channel, deadline)
-                if not isinstance(reply, m.Done):
-                    raise ProtocolError(f"the node refused a staging area: {_reason(reply)}")
+            staging = self._staging(line, size, deadline)
+            group = build(staging)
         except (HiCacheMooncakeError, OSError) as error:
             self._lost(link, line, error)
             return False
+        except BaseException:
+            link.discard(line)
+            raise
         statuses = self._move_on(
-            link,
-            line,
-            kind,
-            [build(staging)],
-            deadline,
-            in_place=False,
-            then=lambda got: done(staging, got[0]),
+            link, line, kind, [group], deadline, in_place=False, then=lambda got: done(staging, got[0])
         )
         return statuses is not None
 
+    def _staging(self, line: Line, size: int, deadline: float) -> Memory:
+        """The line's staging area, made or made anew when it is too small."""
+        if line.staging is not None and line.staging.size >= size:
+            return line.staging
+        if line.staging is not None:
+            line.staging.close()
+        staging = line.staging = memory.create("hicache-mooncake-staging", size)
+        line.channel.send(m.Stage(m.Region(staging.address, staging.size, 0)), deadline, [staging.fd])
+        reply = receive_reply(line.channel, deadline)
+        if not isinstance(reply, m.Done):
+            raise ProtocolError(f"the node refused a staging area: {reason(reply)}")
+        return staging
+
     def _move_on(
         self,
-        link: _Link,
-        line: _Line,
+        link: Link,
+        line: Line,
         kind: type[m.Put] | type[m.Get],
         groups: Sequence[m.Pages],
         deadline: float,
@@ -397,53 +296,66 @@ class NodeSession:
         then: Callable[[list[bytes]], None] = lambda statuses: None,
     ) -> list[bytes] | None:
         request = next(self._requests)
-        fence, node = link.fence, link.node
-        assert node is not None
-        fence.allow(line.slot, request)
+        link.fence.allow(line.slot, request)
         try:
             # The node's answer is waited for until shortly before the deadline; what is left is for its silence.
             patience = deadline - (deadline - time.monotonic()) * (1 - NODE_SHARE) / 2
             line.channel.send(kind(request, self.budget_ms(deadline), list(groups)), patience)
-            reply = _reply(line.channel, patience)
-        except HiCacheMooncakeError as error:
-            if fence.revoke(line.slot, request) and in_place:
-                wait_for_silence(fence, line.slot, request, node, deadline)
-            self._lost(link, line, error)
+            reply = receive_reply(line.channel, patience)
+        except BaseException as error:
+            self._silence(link, line, request, deadline, in_place=in_place)
+            if isinstance(error, HiCacheMooncakeError):
+                self._lost(link, line, error)
+                return None
+            link.discard(line)
+            raise
+        link.fence.finish(line.slot)
+        if not isinstance(reply, m.Moved) or not _fits(reply, groups):
+            self._lost(link, line, ProtocolError(f"not an answer to a {kind.__name__}: {reason(reply)}"))
             return None
-        fence.finish(line.slot)
-        if isinstance(reply, m.Moved) and len(reply.statuses) == len(groups):
+        try:
             then(reply.statuses)
-            self._checked(link, line, reply)
-            return reply.statuses
-        self._lost(link, line, ProtocolError(f"not an answer to a {kind.__name__}: {_reason(reply)}"))
-        return None
+        except BaseException:
+            link.discard(line)
+            raise
+        link.give_back(line)
+        return reply.statuses
 
-    def _take(self, deadline: float) -> tuple[_Link | None, _Line | None]:
+    @staticmethod
+    def _silence(link: Link, line: Line, request: int, deadline: float, *, in_place: bool) -> None:
+        assert link.node is not None
+        if link.fence.revoke(line.slot, request) and in_place:
+            wait_for_silence(link.fence, line.slot, request, link.node, deadline)
+
+    def _take(self, deadline: float) -> tuple[Link | None, Line | None]:
         link = self._link
         if link is None or link.broken.is_set() or link.silent.is_set():
             self._count("no_node")
             return None, None
         try:
             return link, link.line(deadline)
+        except Busy as error:
+            self._count("busy")
+            self._say(str(error))
         except HiCacheMooncakeError as error:
             self._failed(link, error)
-            return None, None
+        return None, None
 
-    def _checked(self, link: _Link, line: _Line, reply: m.Reply) -> m.Reply | None:
+    def _checked(self, link: Link, line: Line, reply: m.Reply) -> m.Reply | None:
         if isinstance(reply, m.Refused):
             self._lost(link, line, ProtocolError(reply.reason))
             return None
         link.give_back(line)
         return reply
 
-    def _lost(self, link: _Link, line: _Line, error: Exception) -> None:
+    def _lost(self, link: Link, line: Line, error: Exception) -> None:
         link.discard(line)
         self._failed(link, error)
 
-    def _failed(self, link: _Link, error: Exception) -> None:
+    def _failed(self, link: Link, error: Exception) -> None:
         self._count("refused" if isinstance(error, ProtocolError) else "no_answer")
-        logger.warning("node %s: %s", link.welcome.node_id, error)
-        if _dead(link):
+        self._say(f"node {link.welcome.node_id}: {error}")
+        if link.dead():
             link.broken.set()
         elif isinstance(error, Unavailable):
             link.silent.set()
@@ -453,30 +365,23 @@ class NodeSession:
         with self._count_lock:
             self.failures[cause] = self.failures.get(cause, 0) + 1
 
-
-def _dead(link: _Link) -> bool:
-    """Whether the node's process or its end of the first connection is gone."""
-    control = link._control
-    if control is None or (link.node is not None and link.node.exited()):
-        return True
-    return control.hung_up()
-
-
-def _lend(link: _Link, regions: Sequence[Lendable], deadline: float) -> None:
-    for start in range(0, len(regions), m.MAX_DESCRIPTORS):
-        some = regions[start : start + m.MAX_DESCRIPTORS]
-        link.order(
-            m.Attach([m.Region(region.base, region.size, region.offset) for region in some]),
-            deadline,
-            [region.fd for region in some],
-        )
+    def _say(self, text: str) -> None:
+        """A warning, unless it was said a moment ago: one fault fails many calls."""
+        now = time.monotonic()
+        with self._count_lock:
+            if now - self._said.get(text, -SAY_AGAIN) < SAY_AGAIN:
+                return
+            if len(self._said) > 100:
+                self._said.clear()
+            self._said[text] = now
+        logger.warning("%s", text)
 
 
-def _reply(channel: Channel, deadline: float) -> m.Reply:
-    body, descriptors = channel.receive(deadline)
-    close_all(descriptors)
-    return m.decode_reply(body)
+def _can_be_stopped(link: Link) -> bool:
+    return link.node is not None and link.node.can_be_stopped
 
 
-def _reason(reply: m.Reply) -> str:
-    return reply.reason if isinstance(reply, m.Refused) else f"unexpected {type(reply).__name__}"
+def _fits(reply: m.Moved, groups: Sequence[m.Pages]) -> bool:
+    """Whether there is a status for every object that was asked for."""
+    wanted = [len(group.keys.parts) * len(group.keys.hashes) for group in groups]
+    return [len(statuses) for statuses in reply.statuses] == wanted

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hicache_mooncake.errors import Unavailable
 from hicache_mooncake.metadata.directory import Directory
@@ -30,6 +30,12 @@ REPUBLISH_PAUSE = 0.005
 
 FORGOTTEN_LIMIT = 100_000
 """Keys remembered as dropped while Redis was away. A stale entry beyond it is repaired when somebody follows it."""
+
+REPAIR_BATCHES = 8
+"""Batches of stale entries repaired in one heartbeat: a flood of them must not make us late with the next one."""
+
+NAMESPACE_LIMIT = 10_000
+"""Namespaces remembered to be declared again; far more than a node ever serves."""
 
 SWEEP_WITHIN = 10.0
 """What a dead node left in Redis is swept within so many seconds of somebody noticing; who comes first does it."""
@@ -60,11 +66,12 @@ class DirectorySync:
         self._behind = threading.Event()  # Redis missed a write of ours
         self._lost_keys: deque[str] = deque(maxlen=FORGOTTEN_LIMIT)
         self._stale: deque[str] = deque(maxlen=FORGOTTEN_LIMIT)
+        self._namespaces: dict[str, Mapping[str, str]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hcm-heartbeat", daemon=True)
-        self._sweep_at: float | None = (
-            time.monotonic() + random.uniform(0.5, 1) * SWEEP_WITHIN
-        )  # what was there before us
+        self._sweeper: threading.Thread | None = None
+        # What was there before us:
+        self._sweep_at: float | None = time.monotonic() + random.uniform(0.5, 1) * SWEEP_WITHIN
 
     def start(self, store: DramStore, *, on_beat: Callable[[], None]) -> None:
         """Join the pool and begin the heartbeat; ``on_beat`` is called after each. Raises ``Unavailable``."""
@@ -134,6 +141,18 @@ class DirectorySync:
         """A reader came for pages that are not here: Redis shall be told, soon."""
         self._stale.extend(keys)
 
+    def declare(self, namespaces: Mapping[str, Mapping[str, str]]) -> None:
+        """Have namespaces described in Redis, now and whenever it has lost them."""
+        for digest, fields in namespaces.items():
+            if fields and (digest in self._namespaces or len(self._namespaces) < NAMESPACE_LIMIT):
+                self._namespaces[digest] = dict(fields)
+        try:
+            for digest, fields in namespaces.items():
+                if fields:
+                    self._directory.declare_namespace(digest, fields)
+        except Unavailable as error:
+            self._fell_behind(error)
+
     def _fell_behind(self, error: Unavailable) -> None:
         if not self._behind.is_set():
             logger.warning("directory: %s; serving goes on, Redis is told everything when it is back", error)
@@ -145,19 +164,26 @@ class DirectorySync:
     def _run(self) -> None:
         while not self._stop.wait(self._heartbeat * random.uniform(0.9, 1.0)):
             try:
-                ours = self._directory.heartbeat(self._describe(), self._ttl)
-                self._refresh_nodes()
-                self._on_beat()
+                ours = self._beat()
                 if not ours or self._behind.is_set():
                     self._rebuild()
                 self._repair_stale()
                 if self._sweep_at is not None and time.monotonic() > self._sweep_at:
-                    self._sweep()
+                    self._start_sweep()
             except Unavailable as error:
                 self._fell_behind(error)
             except Exception:
                 # The heartbeat is what keeps this node in the pool: one bad round must not end it.
                 logger.exception("heartbeat failed; trying again in %.1f s", self._heartbeat)
+
+    def _beat(self) -> bool:
+        """Say that we live, look who else does; False when this Redis must be told everything again."""
+        ours = self._directory.heartbeat(self._describe(), self._ttl)
+        if not ours:
+            self._behind.set()  # also if what follows fails: it is said only once
+        self._refresh_nodes()
+        self._on_beat()
+        return ours
 
     def _rebuild(self) -> None:
         """Tell Redis again everything that is held, in batches, serving meanwhile."""
@@ -168,6 +194,8 @@ class DirectorySync:
         told = 0
         beat = time.monotonic()
         try:
+            for digest, fields in list(self._namespaces.items()):
+                self._directory.declare_namespace(digest, fields)
             for start in range(0, len(lost), REPUBLISH_BATCH):
                 batch = lost[start : start + REPUBLISH_BATCH]
                 self._directory.forget(batch, self.holder)
@@ -175,15 +203,14 @@ class DirectorySync:
             for start in range(0, len(snapshot), REPUBLISH_BATCH):
                 told += self._publish_held(snapshot[start : start + REPUBLISH_BATCH])
                 if time.monotonic() - beat > self._heartbeat:
-                    self._directory.heartbeat(self._describe(), self._ttl)
+                    self._beat()
                     beat = time.monotonic()
                 if self._stop.wait(REPUBLISH_PAUSE):
                     return
         except Unavailable:
             self._lost_keys.extend(lost)
             raise
-        if told:
-            logger.info("directory: told Redis again of %d pages", told)
+        logger.info("directory: Redis was told again of %d pages", told)
         self._counters.add(directory_rebuilds=1, directory_republished=told)
 
     def _publish_held(self, keys: Sequence[str]) -> int:
@@ -201,7 +228,9 @@ class DirectorySync:
 
     def _repair_stale(self) -> None:
         assert self._store is not None
-        while self._stale:
+        for _ in range(REPAIR_BATCHES):
+            if not self._stale:
+                return
             batch = [self._stale.popleft() for _ in range(min(len(self._stale), REPUBLISH_BATCH))]
             held = self._store.sizes_of(batch)
             gone = [key for key in batch if key not in held]
@@ -210,9 +239,20 @@ class DirectorySync:
                 self._publish_held(gone)  # a put may have come between the look and the forget
                 self._counters.add(directory_stale_repaired=len(gone))
 
+    def _start_sweep(self) -> None:
+        # In a thread of its own: it goes through the whole directory, and the heartbeat cannot wait for that.
+        if self._sweeper is None or not self._sweeper.is_alive():
+            self._sweep_at = None
+            self._sweeper = threading.Thread(target=self._sweep, name="hcm-sweep", daemon=True)
+            self._sweeper.start()
+
     def _sweep(self) -> None:
-        self._sweep_at = None
-        removed = self._directory.sweep({self.node_id, *self._directory.nodes()}, pause=REPUBLISH_PAUSE)
+        try:
+            removed = self._directory.sweep({self.node_id, *self._directory.nodes()}, pause=REPUBLISH_PAUSE)
+        except Unavailable as error:
+            logger.info("directory: sweeping is put off: %s", error)
+            self._sweep_at = time.monotonic() + SWEEP_WITHIN
+            return
         if removed:
             logger.info("directory: swept %d entries of dead nodes", removed)
             self._counters.add(directory_swept=removed)
@@ -235,3 +275,5 @@ class DirectorySync:
         except Unavailable as error:
             logger.info("directory: left without saying so (%s); our entries count for nothing already", error)
         self._directory.close()
+        if self._sweeper is not None:
+            self._sweeper.join(timeout=5.0)  # its next call fails, the directory is closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -31,6 +32,12 @@ MAX_CONNECTIONS = 512
 
 OPENING_TIMEOUT = 5.0
 """Seconds a new connection may take to say who it is."""
+
+CLOSE_WAIT = 5.0
+"""Seconds a stopping node gives to the requests under way; each ends with its current page, once it is cut off."""
+
+_ACCEPT_PAUSE = 0.1
+"""Seconds to wait when the process is out of descriptors or threads: retrying at once would only spin."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -77,16 +84,17 @@ class EngineServer:
 
     def close(self) -> None:
         """Stop serving: requests under way end, their engines see the connection close."""
-        self._closing = True
-        close_listener(self._listener, self.address)
-        self._acceptor.join(timeout=5)
         with self._lock:
+            self._closing = True
             channels = dict(self._channels)
-        for channel in channels:
-            channel.shutdown()
-        deadline = time.monotonic() + 5
-        for thread in channels.values():
+            for channel in channels:
+                channel.shutdown()
+        close_listener(self._listener, self.address)
+        deadline = time.monotonic() + CLOSE_WAIT
+        for thread in (self._acceptor, *channels.values()):
             thread.join(timeout=max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                logger.error("a request of an engine does not end: the node stops without waiting for it")
 
     def _accept(self) -> None:
         while not self._closing:
@@ -96,19 +104,27 @@ class EngineServer:
                 if self._closing:
                     return
                 logger.warning("accepting an engine failed: %s", error)
-                time.sleep(0.1)  # out of descriptors, most likely: the next one may find some
+                time.sleep(_ACCEPT_PAUSE)
                 continue
-            channel = Channel(sock)
-            with self._lock:
-                full = len(self._channels) >= MAX_CONNECTIONS
-                if not full:
-                    thread = threading.Thread(target=self._serve, args=(channel,), name="hcm-engine", daemon=True)
+            self._admit(Channel(sock))
+
+    def _admit(self, channel: Channel) -> None:
+        refusal = ""
+        with self._lock:
+            if len(self._channels) >= MAX_CONNECTIONS:
+                refusal = f"{MAX_CONNECTIONS} are open"
+            elif not self._closing:
+                thread = threading.Thread(target=self._serve, args=(channel,), name="hcm-engine", daemon=True)
+                try:
+                    thread.start()  # under the lock, so that close() never meets a thread that it cannot join
                     self._channels[channel] = thread
-            if full:
-                logger.warning("an engine's connection is refused: %d are open", MAX_CONNECTIONS)
-                channel.close()
-            else:
-                thread.start()
+                    return
+                except RuntimeError as error:
+                    refusal = str(error)
+        channel.close()
+        if refusal:
+            logger.warning("an engine's connection is refused: %s", refusal)
+            time.sleep(_ACCEPT_PAUSE)
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -135,8 +151,9 @@ class EngineServer:
             logger.exception("an engine's connection is closed after an unexpected error")
         finally:
             with self._lock:
+                # Both at once: close() shuts only what is in the table, never a descriptor that is used anew.
                 self._channels.pop(channel, None)
-            channel.close()
+                channel.close()
 
     # -- the first connection of an engine: what it lends and declares
 
@@ -153,7 +170,11 @@ class EngineServer:
             channel.send(m.Welcome(self._node_id, session.token, __version__, self._redis_place))
             while True:
                 body, descriptors = channel.receive()
-                channel.send(self._control(session, m.decode_request(body), descriptors))
+                try:
+                    reply = self._control(session, m.decode_request(body), descriptors)
+                finally:
+                    close_all(descriptors)  # those that nobody took over
+                channel.send(reply)
         finally:
             with self._lock:
                 self._sessions.pop(session.token, None)
@@ -164,30 +185,11 @@ class EngineServer:
 
     def _control(self, session: Session, request: m.Request, descriptors: list[int]) -> m.Reply:
         if isinstance(request, m.Attach):
-            return self._attach(session, request, descriptors)
-        close_all(descriptors)
+            return _attach(session, request, descriptors)
         if isinstance(request, m.Declare):
             self._declare(request.namespaces)
             return m.Done()
         return self._plain(request)
-
-    def _attach(self, session: Session, request: m.Attach, descriptors: list[int]) -> m.Reply:
-        if len(descriptors) != len(request.regions) + request.with_fence:
-            close_all(descriptors)
-            raise ProtocolError(f"{len(request.regions)} regions with {len(descriptors)} descriptors")
-        if request.with_fence:
-            fence_fd = descriptors.pop(0)
-            session.set_fence(Fence(Memory(fence_fd, FENCE_SIZE)))
-        for region in request.regions:
-            fd = descriptors.pop(0)
-            try:
-                mapping = Memory(fd, region.size, offset=region.offset)
-            except OSError as error:
-                close_all(descriptors)
-                raise ProtocolError(f"the engine's memory cannot be mapped: {error}") from error
-            session.lend(region, mapping)
-            threading.Thread(target=_populate, args=(session, mapping), name="hcm-populate", daemon=True).start()
-        return m.Done()
 
     def _plain(self, request: m.Request) -> m.Reply:
         """Requests that touch none of the engine's memory."""
@@ -214,15 +216,16 @@ class EngineServer:
         try:
             while True:
                 body, descriptors = channel.receive()
-                request = m.decode_request(body)
-                if isinstance(request, m.Stage):
-                    reply = _stage(request, descriptors, staging)
-                else:
-                    close_all(descriptors)
-                    if isinstance(request, m.Put | m.Get):
+                try:
+                    request = m.decode_request(body)
+                    if isinstance(request, m.Stage):
+                        reply = _stage(request, descriptors, staging)
+                    elif isinstance(request, m.Put | m.Get):
                         reply = self._move(session, opening.slot, request, staging)
                     else:
                         reply = self._plain(request)
+                finally:
+                    close_all(descriptors)  # those that nobody took over
                 channel.send(reply)
         finally:
             for lent in staging:
@@ -287,18 +290,34 @@ def _deadline(budget_ms: int) -> float:
     return time.monotonic() + budget_ms / 1000 - CHECK_MARGIN
 
 
+def _attach(session: Session, request: m.Attach, descriptors: list[int]) -> m.Reply:
+    if len(descriptors) != len(request.regions) + request.with_fence:
+        raise ProtocolError(f"{len(request.regions)} regions with {len(descriptors)} descriptors")
+    if request.with_fence:
+        session.set_fence(Fence(_map(descriptors, FENCE_SIZE, 0)))
+    for region in request.regions:
+        mapping = _map(descriptors, region.size, region.offset)
+        session.lend(region, mapping)
+        threading.Thread(target=_populate, args=(session, mapping), name="hcm-populate", daemon=True).start()
+    return m.Done()
+
+
 def _stage(request: m.Stage, descriptors: list[int], staging: list[Lent]) -> m.Reply:
     if len(descriptors) != 1:
-        close_all(descriptors)
         raise ProtocolError(f"a staging region with {len(descriptors)} descriptors")
-    try:
-        mapping = Memory(descriptors[0], request.region.size, offset=request.region.offset)
-    except OSError as error:
-        raise ProtocolError(f"the staging region cannot be mapped: {error}") from error
+    mapping = _map(descriptors, request.region.size, request.region.offset)
     for old in staging:
         old.memory.close()
     staging[:] = [Lent(request.region, mapping)]
     return m.Done()
+
+
+def _map(descriptors: list[int], size: int, offset: int) -> Memory:
+    """Take the next descriptor over and map it."""
+    try:
+        return Memory(descriptors.pop(0), size, offset=offset)
+    except (OSError, OverflowError) as error:
+        raise ProtocolError(f"the engine's memory cannot be mapped: {error}") from error
 
 
 def _populate(session: Session, mapping: Memory) -> None:
@@ -324,15 +343,10 @@ def listen(address: str) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        try:
+        if address.startswith("@"):
             sock.bind(socket_address(address))
-        except OSError:
-            if address.startswith("@") or not _is_abandoned(address):
-                raise
-            os.unlink(address)
-            sock.bind(socket_address(address))
-        if not address.startswith("@"):
-            os.chmod(address, 0o600)
+        else:
+            _bind_path(sock, address)
         sock.listen(64)
     except OSError as error:
         sock.close()
@@ -343,6 +357,26 @@ def listen(address: str) -> socket.socket:
             hint="a node may run already",
         ) from error
     return sock
+
+
+def _bind_path(sock: socket.socket, path: str) -> None:
+    """Bind to ``path``, in place of what a dead node left there."""
+    # Under a lock on the directory, or: 1. two nodes find a dead one's socket 2. one replaces it 3. the other one
+    # removes that as well, and the first node is never found again.
+    directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        try:
+            sock.bind(path)
+        except OSError:
+            if not _is_abandoned(path):
+                raise
+            os.unlink(path)
+            sock.bind(path)
+        os.chmod(path, 0o600)
+        sock.listen(64)  # before the lock goes: until then it looks abandoned
+    finally:
+        os.close(directory)
 
 
 def close_listener(sock: socket.socket, address: str) -> None:

@@ -30,6 +30,7 @@ class Peers:
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._rests: dict[str, tuple[float, float]] = {}  # node id -> (until, length), both in seconds
+        self._closed = False
 
     def usable(self) -> set[str]:
         """Nodes that are alive, can be reached by our transport and are not resting after a failure."""
@@ -59,6 +60,8 @@ class Peers:
         if record is None or self._transport.scheme not in record.addresses:
             return None
         with self._lock:
+            if self._closed:
+                return None
             peer = self._peers.get(node_id)
             if peer is None:
                 try:
@@ -98,8 +101,9 @@ class Peers:
             peer.close()
 
     def close(self) -> None:
-        """Close every connection; batches under way fail."""
+        """Close every connection, for good; batches under way fail."""
         with self._lock:
+            self._closed = True
             peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
             peer.close()

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from hicache_mooncake import __version__
 from hicache_mooncake.config import Settings
 from hicache_mooncake.config_values import masked_url
-from hicache_mooncake.errors import Unavailable
+from hicache_mooncake.errors import HiCacheMooncakeError
 from hicache_mooncake.metadata.directory import Directory
 from hicache_mooncake.metadata.records import NodeRecord
 from hicache_mooncake.metadata.redis_server import PrivateRedis
@@ -27,6 +27,7 @@ from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.source import StoreSource
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.protocol.channel import default_socket
+from hicache_mooncake.transfer.address import is_loopback, parse
 from hicache_mooncake.transfer.base import Credentials, Listener
 from hicache_mooncake.transfer.tcp import TcpTransport
 
@@ -37,6 +38,9 @@ LEAVE_WITHIN = 3.0
 
 REDIS_TIMEOUT = 0.5
 """Longest that one Redis call may take, in seconds; less where ``op_timeout`` is shorter."""
+
+REVIVE_PAUSE = 5.0
+"""Seconds between two attempts to start a private Redis again: one that dies at once is not to eat a CPU."""
 
 UNUSED_GRACE = 20.0
 """Seconds an embedded node waits for its first user: the engine that started it is still starting itself."""
@@ -58,6 +62,8 @@ class Node:
         self._started = time.time()
         self.counters = Counters()
         self._listener: Listener | None = None
+        self._private_redis: PrivateRedis | None = None
+        self._revive_at = 0.0
         address = settings.node or default_socket(settings.pool)
         with ExitStack() as undo:
             # First of all: it decides who is the node of this host. Engines that come early wait in its backlog.
@@ -79,7 +85,6 @@ class Node:
             self.store = DramStore(memory, high_watermark=settings.high_watermark, forget_in_directory=self.sync.forget)
             transport = TcpTransport()
             self.peers = Peers(transport, credentials, self.sync.others)
-            undo.callback(self.peers.close)
             self.pages = PageService(
                 self.store,
                 self.sync,
@@ -92,6 +97,12 @@ class Node:
             source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters)
             self._listener = transport.listen(settings.listen, settings.advertise, source, credentials)
             undo.callback(self._listener.close)
+            if not credentials.secret and not is_loopback(parse(settings.listen, listening=True).host):
+                logger.warning(
+                    "UNPROTECTED: the data port %s is open to the network and no secret is set: whoever reaches it can "
+                    "read and clear this node's pages (set secret_file, the same on every node of the pool)",
+                    self._listener.address,
+                )
             self.sync.start(self.store, on_beat=self.peers.prune)
             undo.callback(self.sync.stop, leave_within=LEAVE_WITHIN)
             self.engines = EngineServer(
@@ -102,10 +113,11 @@ class Node:
                 pool=settings.pool,
                 node_id=self.id,
                 redis_place=masked_url(self.redis_url),
-                declare=self._declare,
+                declare=self.sync.declare,
                 stats=self.stats,
             )
             undo.callback(self.engines.close)
+            undo.callback(self.peers.close)  # before all others: a read from a peer that hangs ends with it
             self._undo = undo.pop_all()
         logger.info(
             "node %s of pool %s: segment %d MiB, engines at %s, pages at %s, redis %s",
@@ -121,7 +133,19 @@ class Node:
         server = PrivateRedis()
         server.start()
         undo.callback(server.stop)
+        self._private_redis = server
         return server.url
+
+    def _revive_redis(self) -> None:
+        """Start the private Redis again if it died; the next heartbeat notices and tells it everything."""
+        now = time.monotonic()
+        if self._private_redis is None or self._private_redis.alive() or now < self._revive_at:
+            return
+        self._revive_at = now + REVIVE_PAUSE
+        try:
+            self._private_redis.revive()
+        except (HiCacheMooncakeError, OSError) as error:
+            logger.error("the private Redis cannot be started again, trying on: %s", error)
 
     def describe(self) -> NodeRecord:
         """This node as the directory shows it, as of now."""
@@ -137,13 +161,6 @@ class Node:
             started=self._started,
             pages=len(store) if store is not None else 0,
         )
-
-    def _declare(self, namespaces: dict[str, dict[str, str]]) -> None:
-        for digest, fields in namespaces.items():
-            try:
-                self.directory.declare_namespace(digest, fields)
-            except Unavailable as error:
-                logger.warning("namespace %s is not described in Redis: %s", digest, error)
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name."""
@@ -170,6 +187,7 @@ class Node:
         try:
             while not stop.wait(0.25):
                 tick()
+                self._revive_redis()
                 if self.unused():
                     logger.info("node %s: the last user is gone", self.id)
                     return

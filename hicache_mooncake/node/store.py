@@ -85,7 +85,8 @@ class DramStore:
 
     def reserve(self, sizes: Sequence[int]) -> list[tuple[Span, ...] | None]:
         """Memory for new pages, evicting the least recently used ones above the watermark; None where there is none."""
-        wanted = sum(ExtentAllocator.footprint(size) for size in sizes)
+        # What can never fit must not cost those their place that do.
+        wanted = sum(ExtentAllocator.footprint(size) for size in sizes if size <= self.capacity)
         self._make_room(wanted)
         with self._lock:
             spans = [self._allocator.allocate(size) for size in sizes]
@@ -122,9 +123,7 @@ class DramStore:
         """Remove every page whose key matches; returns how many."""
         with self._lock:
             pages = [page for page in self._index if matches(page.key)]
-        for start in range(0, len(pages), 512):
-            self._remove(pages[start : start + 512])
-        return len(pages)
+        return sum(self._remove(pages[start : start + 512]) for start in range(0, len(pages), 512))
 
     def _make_room(self, wanted: int) -> None:
         excess = self._allocator.used_bytes + wanted - self._watermark
@@ -140,11 +139,13 @@ class DramStore:
                     (EVICTION_BATCH - len(victims)) * victims[0].size,
                     passing_over=[page.key for page in victims],
                 )
-        self._remove(victims)
-        self.evicted += len(victims)
+        evicted = self._remove(victims)
+        with self._lock:
+            self.evicted += evicted
         return bool(victims)
 
-    def _remove(self, pages: Sequence[Page]) -> None:
+    def _remove(self, pages: Sequence[Page]) -> int:
+        """How many of ``pages`` this call removed; the others had been already."""
         # 1. Invisible here, and held by our own pin, so that an unpin meanwhile does not free it before step 2.
         # 2. Out of Redis. 3. Our pin goes; the memory goes with the last pin.
         held: list[Page] = []
@@ -160,3 +161,4 @@ class DramStore:
                 self._forget_in_directory([page.key for page in held])
             finally:
                 self.unpin(held)
+        return len(held)

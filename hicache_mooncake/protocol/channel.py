@@ -82,7 +82,9 @@ class Channel:
         self.sock.settimeout(left)
 
     def hung_up(self) -> bool:
-        """Whether the other side has closed its end; does not wait."""
+        """Whether the other side has closed its end, or this one is closed; does not wait."""
+        if self.sock.fileno() < 0:
+            return True
         poller = select.poll()
         poller.register(self.sock, select.POLLRDHUP)
         return bool(poller.poll(0))

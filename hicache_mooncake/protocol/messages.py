@@ -21,6 +21,9 @@ FRAME = struct.Struct("<I")
 MAX_FRAME = 64 << 20
 """Largest body: an existence query over a million tokens at page size 16 needs 5 MB, so this only stops nonsense."""
 
+MAX_OBJECT = 1 << 40
+"""Largest object in bytes: far above any page, far below where arithmetic on addresses overflows."""
+
 MAX_DESCRIPTORS = 64
 """Most descriptors beside one frame; the kernel's own limit is 253."""
 
@@ -232,14 +235,32 @@ def decode_request(body: bytes | bytearray) -> Request:
         raise ProtocolError(f"not a request: {error}") from error
     if isinstance(message, Put | Get):
         for group in message.groups:
-            objects = len(group.keys.parts) * len(group.keys.hashes)
-            if not group.lengths or min(group.lengths) <= 0 or not group.keys.parts:
-                raise ProtocolError("an object needs at least one part and one extent of one byte")
-            if len(group.addresses) != 8 * objects * len(group.lengths):
-                raise ProtocolError(
-                    f"{objects} objects of {len(group.lengths)} extents with {len(group.addresses) // 8} addresses"
-                )
+            _check_pages(group)
+    elif isinstance(message, Exists):
+        if not all(group.parts for group in message.groups):
+            raise ProtocolError("an object needs at least one part")
+    elif isinstance(message, Attach):
+        for region in message.regions:
+            _check_region(region)
+    elif isinstance(message, Stage):
+        _check_region(message.region)
     return message
+
+
+def _check_pages(group: Pages) -> None:
+    objects = len(group.keys.parts) * len(group.keys.hashes)
+    if not group.lengths or min(group.lengths) <= 0 or sum(group.lengths) > MAX_OBJECT or not group.keys.parts:
+        raise ProtocolError("an object needs at least one part and one extent of one byte")
+    if len(group.addresses) != 8 * objects * len(group.lengths):
+        raise ProtocolError(
+            f"{objects} objects of {len(group.lengths)} extents with {len(group.addresses) // 8} addresses"
+        )
+
+
+def _check_region(region: Region) -> None:
+    last = 1 << 63  # what the kernel takes, and far from where a sum of two would not fit any more
+    if not (0 <= region.base < last and 0 < region.size < last and 0 <= region.offset < last):
+        raise ProtocolError(f"no memory can have {region.size} bytes at {region.base:#x}, offset {region.offset}")
 
 
 def decode_reply(body: bytes | bytearray) -> Reply:
