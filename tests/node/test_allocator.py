@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def neighbours_are_merged(self) -> None:
         holes = self.allocator.holes()
-        assert all(a.offset + a.length < b.offset for a, b in zip(holes, holes[1:], strict=False))
+        assert all(a.offset + a.length < b.offset for a, b in itertools.pairwise(holes))
 
     def teardown(self) -> None:
         for _, spans in self.live:

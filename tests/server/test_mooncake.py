@@ -91,7 +91,9 @@ def test_the_generic_interface_by_dynamic(two_nodes: tuple[NodeProcess, ...], ll
         "class_name": "MooncakeHiCacheStorage",
     }
     for extra in ({}, {"interface_v1": 1}, {"interface_v1": 1, "allocator": "shm"}):
-        with on(two_nodes[0], llama, tmp_path, backend="dynamic", extra={**dynamic, **extra, "revision": str(extra)}) as server:
+        with on(
+            two_nodes[0], llama, tmp_path, backend="dynamic", extra={**dynamic, **extra, "revision": str(extra)}
+        ) as server:
             cold = server.generate(PROMPT, 8)
             server.flush()
             warm = server.generate(PROMPT, 8)
@@ -125,9 +127,7 @@ def test_attach_clear_and_detach_over_http(two_nodes: tuple[NodeProcess, ...], l
 def test_everything_is_started_for_you_and_gone_with_the_engine(llama: Path, tmp_path: Path) -> None:
     pool = "embedded-test"
     extra = {"segment_size": "64mb", "pool": pool}
-    with SGLangServer(
-        llama, backend="mooncake", extra_config=extra, log_path=tmp_path / "server.log", tp=2
-    ) as server:
+    with SGLangServer(llama, backend="mooncake", extra_config=extra, log_path=tmp_path / "server.log", tp=2) as server:
         cold = server.generate(PROMPT, 8)
         server.flush()
         warm = server.generate(PROMPT, 8)
@@ -155,7 +155,9 @@ def test_everything_is_started_for_you_and_gone_with_the_engine(llama: Path, tmp
 def test_a_wrong_setting_stops_the_start_and_is_named(
     extra: dict[str, object], said: str, llama: Path, tmp_path: Path
 ) -> None:
-    server = SGLangServer(llama, backend="mooncake", extra_config={"pool": "wrong", **extra}, log_path=tmp_path / "s.log")
+    server = SGLangServer(
+        llama, backend="mooncake", extra_config={"pool": "wrong", **extra}, log_path=tmp_path / "s.log"
+    )
     started = time.monotonic()
     try:
         with pytest.raises(ServerFailed) as failed:
