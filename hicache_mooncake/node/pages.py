@@ -159,6 +159,9 @@ class PageService:
 
         try:
             self._in_parallel(copy_in, len(new), sum(moves[at].size for at in new))
+        except BaseException:
+            pages = [None] * len(new)  # nothing of this batch is stored
+            raise
         finally:
             for reserved, page in zip(spans, pages, strict=True):
                 if page is None and reserved is not None:
