@@ -255,11 +255,13 @@ class SGLangServer:
         *,
         stream: bool = False,
         within: float = 120.0,
+        **fields: Any,
     ) -> Generation:
         """Greedy tokens after ``input_ids``, never ending early. ``stream`` also measures the time to the
-        first.
+        first. ``fields`` are further ones of the request, such as ``cache_salt``.
         """
         body = {
+            **fields,
             "input_ids": list(input_ids),
             "stream": stream,
             "sampling_params": {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True},

@@ -84,6 +84,52 @@ def test_pages_come_back_after_a_flush_a_restart_and_on_a_second_node(
     assert changed.cached.device == 496  # found in what was just loaded, up to the page where it differs
 
 
+def test_a_partial_hit_goes_on_as_a_full_computation_does(
+    two_nodes: tuple[NodeProcess, ...], llama: Path, tmp_path: Path
+) -> None:
+    prompts = [[*PROMPT[:kept], *prompt_ids(kept, 700)] for kept in (0, 300, 512, 1000)]
+    with SGLangServer(llama, log_path=tmp_path / "plain.log") as server:
+        plain = [server.generate(prompt, 8).output_ids for prompt in prompts]
+        server.kill()
+    with on(two_nodes[0], llama, tmp_path) as server:
+        server.generate(PROMPT)
+        for prompt, expected in zip(prompts, plain, strict=True):
+            server.flush()
+            shared = next((at for at, (x, y) in enumerate(zip(prompt, PROMPT, strict=False)) if x != y), 0) // 16 * 16
+            found = server.generate(prompt, 8)
+            assert found.output_ids == expected
+            # SGLang asks L3 for 256 tokens or more
+            assert found.cached == Cached(storage=shared if shared >= 256 else 0)
+        server.kill()
+
+
+def test_what_is_not_interchangeable_is_not_found(
+    two_nodes: tuple[NodeProcess, ...], llama: Path, tmp_path: Path
+) -> None:
+    node = two_nodes[0]
+    with on(node, llama, tmp_path) as server:
+        server.generate(PROMPT)
+        server.flush()
+        for fields in ({"cache_salt": "tenant"}, {"extra_key": "adapter"}):
+            assert server.generate(PROMPT, **fields).cached == Cached()
+        assert server.generate(PROMPT).cached == Cached(storage=REUSABLE)
+        server.kill()
+    contrasts: list[dict[str, object]] = [
+        {"page_size": 32},
+        {"layout": "page_first_direct"},
+        {"tp": 2},
+        {"extra_args": ["--dtype", "float16"]},
+        {"extra": {"revision": "2"}},
+        {"extra": {"extra_backend_tag": "x"}},
+        {"extra": {"tenant": "other"}},
+        {"extra_args": ["--served-model-name", "other"]},
+    ]
+    for contrast in contrasts:
+        with on(node, llama, tmp_path, **contrast) as server:
+            assert server.generate(PROMPT).cached == Cached(), contrast
+            server.kill()
+
+
 def test_the_generic_interface_by_dynamic(two_nodes: tuple[NodeProcess, ...], llama: Path, tmp_path: Path) -> None:
     dynamic = {
         "backend_name": "hicache-mooncake",
