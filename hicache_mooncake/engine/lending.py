@@ -6,6 +6,7 @@ staging. Nothing here depends on SGLang.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from collections.abc import Iterable
@@ -43,8 +44,15 @@ def lendable(ranges: Iterable[tuple[int, int]]) -> list[Lendable]:
         if not any(start < high and low < end for low, high in wanted):
             continue
         fd = _descriptor(match["start"], match["end"], match["device"], int(match["inode"]))
-        if fd is not None:
-            found.append(Lendable(start, end - start, fd, int(match["offset"], 16)))
+        if fd is None:
+            continue
+        offset = int(match["offset"], 16)
+        # The kernel maps whole pages; of the last one only what is in the file can be mapped elsewhere.
+        size = min(end - start, os.fstat(fd).st_size - offset)
+        if size > 0:
+            found.append(Lendable(start, size, fd, offset))
+        else:
+            os.close(fd)
     return found
 
 
@@ -55,7 +63,7 @@ def _descriptor(start: str, end: str, device: str, inode: int) -> int | None:
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{name}")
-            if (status.st_dev, status.st_ino) == wanted:
+            if (status.st_dev, status.st_ino) == wanted and _is_writable(int(name)):
                 return os.dup(int(name))
         except OSError:
             continue  # closed by another thread meanwhile
@@ -64,3 +72,7 @@ def _descriptor(start: str, end: str, device: str, inode: int) -> int | None:
         return os.open(f"/proc/self/map_files/{start}-{end}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
+
+
+def _is_writable(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
