@@ -17,6 +17,7 @@ from typing import Any
 from hicache_mooncake import __version__
 from hicache_mooncake.config import Settings
 from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
+from hicache_mooncake.operate import commands as operator_commands
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             metavar="VALUE",
             help=f"{setting.metadata['doc']} Allowed: {setting.metadata['allowed']}.".replace("%", "%%"),
         )
+    operator_commands.add_commands(commands)
     given = parser.parse_args(arguments)
-    return _run_node(given)
+    if given.command == "node":
+        return _run_node(given)
+    try:
+        return operator_commands.run(given)
+    except ConfigError as error:
+        print(f"hicache-mooncake: {error}", file=sys.stderr)
+        return 2
+    except (HiCacheMooncakeError, OSError) as error:
+        print(f"hicache-mooncake: {error}", file=sys.stderr)
+        return 1
 
 
 def _run_node(given: argparse.Namespace) -> int:

