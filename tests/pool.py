@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,13 @@ class NodeProcess:
         os.kill(self.pid, number)
 
     def freeze(self) -> None:
+        """Stop it; returns when every thread has come to rest."""
         self.signal(signal.SIGSTOP)
+        eventually(self._at_rest, what="the node is frozen")
+
+    def _at_rest(self) -> bool:
+        tasks = Path(f"/proc/{self.pid}/task")
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "TZ" for task in tasks.iterdir())
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)
@@ -144,14 +151,21 @@ class Engine:
         staged: bool = False,
         op_timeout: float = 3.0,
         pool: str = "default",
+        settings: Mapping[str, object] | None = None,
         **fields: str,
     ) -> None:
+        """Without a ``node`` it is found or started, with ``settings``."""
         self.page_bytes = page_bytes
         self.pages = pages
         self.l2 = memory.create("test-l2", page_bytes * pages)
-        settings = Settings.of({"node": node, "pool": pool, "op_timeout": op_timeout})
-        self.session = NodeSession(NodeFinder(settings), pool=pool, label="test", op_timeout=op_timeout)
-        self.session.open()
+        chosen = Settings.of({"node": node, "pool": pool, "op_timeout": op_timeout, **(settings or {})})
+        self.session = NodeSession(NodeFinder(chosen), pool=pool, label="test", op_timeout=op_timeout)
+        try:
+            self.session.open()
+        except BaseException:
+            self.session.close()
+            self.l2.close()
+            raise
         self.mover = PageMover(self.session, staging_size=1 << 20)
         if not staged:
             regions = lendable([(self.l2.address, self.l2.size)])
@@ -235,6 +249,13 @@ class Engine:
 def hashes(tag: str, count: int) -> list[str]:
     """``count`` page hashes that no other tag has."""
     return [hashlib.sha256(f"{tag}/{number}".encode()).hexdigest() for number in range(count)]
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def eventually(condition: Any, timeout: float = 10.0, what: str = "") -> None:
