@@ -33,6 +33,7 @@ from hicache_mooncake.engine.stats import EngineStats
 from hicache_mooncake.engine.transfers import Batch, PageMover
 from hicache_mooncake.errors import ConfigError
 from hicache_mooncake.protocol import messages as m
+from hicache_mooncake.radix_bridge import printable_hash
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,8 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         shards = identity.shards(config, replicated=replicated, head_shards=0 if replicated else head_shards)
         page_tokens = getattr(config, "logical_page_size", None) if name == _KV else None
         host_pool = HostPool(name, pool, shards, page_tokens=page_tokens)
-        namespace = host_pool.namespace(self._deployment)
+        draft = identity.draft(self.settings) if host_pool.holds_draft else {}
+        namespace = host_pool.namespace({**self._deployment, **draft})
         regions = lendable(host_pool.buffers()) if self._session.can_write_in_place else []
         self._session.lend(regions)
         for region in regions:
@@ -115,6 +117,11 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             self._digests[name] = namespace.digest
         if name == _KV:
             self._stats.page_bytes = host_pool.page_bytes
+            if self._stores_tensors:
+                # A flat page is the pool's own serialisation, which need not be the order of its buffers.
+                flat = host_pool.namespace({**self._deployment, **draft, "form": "flat"})
+                self._session.declare(flat.digest, flat.fields)
+                self._flat_digest = flat.digest
         lent = {region.base for region in regions}
         logger.info(
             "pool %s: %s %s, %d bytes a page as %s, namespace %s, %s",
@@ -135,22 +142,21 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _count_leading(self, keys: list[str]) -> int:
         if _KV not in self._pools:
-            return len(keys) if self._is_anchored() else 0
-        named = self._flat_keys(keys) if self._stores_tensors else self._keys(_KV, keys)
-        (pages,) = self._ask([named], prefix_only=True)
+            return 0  # an anchor without bytes: what its side pools hold was not asked
+        (pages,) = self._ask([self._kv_keys(keys)], prefix_only=True)
         return leading_run(pages)
 
     def batch_get_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fetch pages into the KV pool; a truth value a page."""
-        return self._guarded("get", [False] * len(keys), lambda: self._move_kv(m.Get, list(keys), host_indices))
+        return self._guarded("get", _misses(keys), lambda: self._move_kv(m.Get, list(keys), host_indices))
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store pages of the KV pool; a truth value a page, true where it was stored already."""
-        return self._guarded("set", [False] * len(keys), lambda: self._move_kv(m.Put, list(keys), host_indices))
+        return self._guarded("set", _misses(keys), lambda: self._move_kv(m.Put, list(keys), host_indices))
 
     def _move_kv(self, kind: type[m.Put] | type[m.Get], keys: list[str], host_indices: Any) -> list[bool]:
         if not keys:
@@ -176,10 +182,10 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _restorable(self, keys: list[str], transfers: list[PoolTransfer]) -> PoolTransferResult:
         anchored = _KV not in self._pools
-        if anchored and not self._is_anchored():
+        if anchored and not (transfers and self._is_anchored()):
             return PoolTransferResult(0, {}, [])
         names = [str(transfer.name) for transfer in transfers]
-        asked = ([] if anchored else [self._keys(_KV, keys)]) + [self._keys(name, keys) for name in names]
+        asked = ([] if anchored else [self._kv_keys(keys)]) + [self._keys(name, keys) for name in names]
         found = self._ask(asked, limit_to_first=not anchored) if asked and keys else [b""] * len(asked)
         kv_pages = len(keys) if anchored else leading_run(found[0])
         queries = [
@@ -209,9 +215,10 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return self._move_pools(m.Put, transfers)
 
     def _move_pools(self, kind: type[m.Put] | type[m.Get], transfers: Sequence[PoolTransfer]) -> dict[Any, list[bool]]:
-        results: dict[Any, list[bool]] = {t.name: [False] * len(t.keys or ()) for t in transfers}
+        results: dict[Any, list[bool]] = {}
 
         def move() -> dict[Any, list[bool]]:
+            results.update({transfer.name: _misses(transfer.keys) for transfer in transfers})
             usable: list[tuple[PoolTransfer, Batch]] = []
             for transfer in transfers:
                 if not transfer.keys or transfer.host_indices is None:
@@ -244,13 +251,13 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_get(self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
         """Pages into the tensors of ``target_locations``; each tensor itself where it was filled, None elsewhere."""
-        targets = list(target_locations or [None] * len(keys))
 
         def fetch() -> list[Any]:
+            targets = list(target_locations if target_locations is not None else [None] * len(keys))
             moved = self._move_flat(m.Get, list(keys), targets)
             return [target if ok else None for target, ok in zip(targets, moved, strict=True)]
 
-        return self._guarded("get", [None] * len(keys), fetch)
+        return self._guarded("get", [None for _ in _misses(keys)], fetch)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         """Store one page given as a tensor."""
@@ -260,8 +267,12 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         """Store pages given as tensors; true when all are stored."""
-        sources = list(values if values is not None else target_locations or [None] * len(keys))
-        return self._guarded("set", False, lambda: all(self._move_flat(m.Put, list(keys), sources)))
+
+        def put() -> bool:
+            sources = values if values is not None else target_locations
+            return all(self._move_flat(m.Put, list(keys), list(sources if sources is not None else [])))
+
+        return self._guarded("set", False, put)
 
     def _move_flat(self, kind: type[m.Put] | type[m.Get], keys: list[str], tensors: list[Any]) -> list[bool]:
         if len(keys) != len(tensors):
@@ -277,14 +288,9 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _flat_keys(self, keys: list[str]) -> m.Keys:
         pool = self._pools.get(_KV)
-        if pool is None:
-            raise ValueError("no KV pool is registered")
-        if not self._flat_digest:
-            # A flat page is the pool's own serialisation, which need not be the order of its buffers.
-            namespace = pool.namespace({**self._deployment, "form": "flat"})
-            self._session.declare(namespace.digest, namespace.fields)
-            self._flat_digest = namespace.digest
-        return m.Keys(self._flat_digest, ["+".join(pool.shards.parts)], keys)
+        if pool is None or not self._flat_digest:
+            raise ValueError("tensors are stored for SGLang's generic interface only: dynamic, without interface_v1")
+        return m.Keys(self._flat_digest, ["+".join(pool.shards.parts)], [printable_hash(key) for key in keys])
 
     # -- the rest of the contract
 
@@ -323,7 +329,11 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return hasattr(self, "mem_pool_host") and is_logical(self.mem_pool_host) and bool(self._pools)
 
     def _keys(self, name: str, hashes: list[str]) -> m.Keys:
-        return m.Keys(self._digests[name], list(self._pools[name].shards.parts), hashes)
+        parts = list(self._pools[name].shards.parts)
+        return m.Keys(self._digests[name], parts, [printable_hash(page_hash) for page_hash in hashes])
+
+    def _kv_keys(self, hashes: list[str]) -> m.Keys:
+        return self._flat_keys(hashes) if self._stores_tensors else self._keys(_KV, hashes)
 
     def _batch(self, name: str, keys: list[str], host_indices: Any) -> Batch:
         pool = self._pools.get(name)
@@ -360,6 +370,11 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if now - self._warned.get(about, -60.0) > 10:
             self._warned[about] = now
             logger.warning("%s", text[:500], exc_info=trace and logger.isEnabledFor(logging.DEBUG))
+
+
+def _misses(keys: Any) -> list[bool]:
+    """A miss for every key, whatever was given as keys."""
+    return [False] * len(keys) if hasattr(keys, "__len__") else []
 
 
 def _unreached(nodes: Sequence[str]) -> str:

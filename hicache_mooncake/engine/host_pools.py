@@ -46,6 +46,7 @@ class HostPool:
         self.shards = shards
         self.page_tokens = page_tokens or int(getattr(pool, "page_size", 1) or 1)
         self.layout = str(getattr(pool, "layout", "none"))
+        self._slots = int(getattr(pool, "logical_size", 0) or getattr(pool, "size", 0))
         if self.layout != "none" and self.layout not in LAYOUTS:
             raise ConfigError(
                 "--hicache-mem-layout",
@@ -55,6 +56,14 @@ class HostPool:
         try:
             self._lengths = self._probe()
         except (AttributeError, NotImplementedError, ValueError, AssertionError) as error:
+            if len(shards.parts) > 1:
+                heads = getattr(pool, "head_num", 0)
+                raise ConfigError(
+                    "tp_lcm_size",
+                    shards.fields.get("tp"),
+                    f"the {heads} KV heads of a rank cannot be cut into {len(shards.parts)} shards",
+                    hint="a multiple of every TP size that shares pages, and at most the model's number of KV heads",
+                ) from error
             raise ConfigError(
                 "--hicache-mem-layout",
                 self.layout,
@@ -96,18 +105,27 @@ class HostPool:
     def locate(self, host_indices: Any, pages: int) -> Located:
         """Where the ``pages`` pages of ``host_indices`` lie. The indices are read once, here.
 
-        Raises ``ValueError`` when the indices are not those of so many pages.
+        Raises ``ValueError`` when the indices are not those of so many pages of the pool.
         """
-        indices = host_indices.detach().cpu() if hasattr(host_indices, "detach") else host_indices
+        indices = host_indices.detach().cpu()
         if len(indices) != pages * self.page_tokens:
             raise ValueError(
                 f"pool {self.name!r}: {len(indices)} host indices for {pages} pages of {self.page_tokens} tokens"
             )
+        if pages and not 0 <= int(indices.min()) <= int(indices.max()) < self._slots:
+            raise ValueError(f"pool {self.name!r}: host indices beyond its {self._slots} slots")
         pointers, sizes = self._meta(indices)
         objects = pages * len(self.shards.parts)
         if len(pointers) != objects * len(self._lengths) or list(sizes) != self._lengths * objects:
             raise ValueError(f"pool {self.name!r}: the buffers of its pages are not what they were when registered")
         return Located(np.array(pointers, dtype=np.uint64).reshape(objects, len(self._lengths)), self._lengths)
+
+    @property
+    def holds_draft(self) -> bool:
+        """Whether pages hold a draft model's state: all of it, or layers packed behind the target's."""
+        target = getattr(self.pool, "target_layer_num", None)
+        packed = target is not None and getattr(self.pool, "layer_num", target) != target
+        return self.name.startswith("draft") or packed or bool(getattr(self.pool, "mtp_draft_buffer_infos", ()))
 
     def buffers(self) -> list[tuple[int, int]]:
         """``(address, bytes)`` of the tensors the pool consists of; none for a pool that only counts pages."""
@@ -127,9 +145,12 @@ class HostPool:
         pool = self.pool
         shape = {
             name: str(getattr(pool, name))
-            for name in ("layer_num", "head_num", "head_dim", "v_head_dim", "start_layer", "end_layer")
+            for name in ("layer_num", "target_layer_num", "head_dim", "v_head_dim", "start_layer", "end_layer")
             if isinstance(getattr(pool, name, None), int)
         }
+        if isinstance(getattr(pool, "head_num", None), int):
+            # Heads of an object, not of the rank: ranks of other TP sizes hold more or fewer of the same objects.
+            shape["head_num"] = str(pool.head_num // len(self.shards.parts))
         for name in ("temporal_dtype", "conv_dtype"):
             if hasattr(pool, name):
                 shape[name] = _dtype(getattr(pool, name))
@@ -151,7 +172,7 @@ class HostPool:
 
 def is_logical(pool: Any) -> bool:
     """Whether a KV pool only hands out indices and its bytes lie in side pools (DeepSeek V4's anchor)."""
-    return getattr(pool, "kv_buffer", None) is None
+    return getattr(pool, "kv_buffer", None) is None and not getattr(pool, "layer_num", 0)
 
 
 def is_rank_sharded(name: str, pool: Any, *, replicated: bool) -> bool:

@@ -2,47 +2,86 @@
 
 from __future__ import annotations
 
-import logging
+import json
 from typing import Any
 
 from hicache_mooncake.config import Settings
+from hicache_mooncake.engine.checkpoint import fingerprint, of_file
 from hicache_mooncake.radix_bridge import Shards, shards_of_rank
 
-logger = logging.getLogger(__name__)
+PLAIN_KV = ("", "auto", "bf16", "bfloat16", "float16", "half")
+"""KV dtypes that the host pool's own dtype tells as well: ``auto`` on one engine and ``bf16`` on another may share."""
 
 
 def deployment(config: Any, settings: Settings) -> dict[str, str]:
     """Fields that all of an engine's namespaces share.
 
-    ``config`` is SGLang's ``HiCacheStorageConfig``. What it does not carry (the weights' revision, the logical KV
-    dtype, quantisation) is taken from SGLang's published configuration where this process has one: fp8 variants are
-    the same ``uint8`` to the pool.
+    ``config`` is SGLang's ``HiCacheStorageConfig``. What it does not carry is taken from SGLang's published
+    configuration, which is empty where a tool drives the backend without a server.
+
+    - Which weights: ``revision`` is the operator's word if given; else a look at the files, since the model's name is
+      whatever was typed and may have stood for others yesterday.
+    - ``kv_cache_dtype``: all fp8 variants are the same ``uint8`` to the pool, whatever their scales.
+    - ``overrides`` of the model's configuration, such as a longer rope, change every K.
     """
-    model = _sglang_config()
+    revision = settings.revision or _published("revision")
+    kv_cache_dtype = _published("kv_cache_dtype")
+    version = _published("weight_version")
     return {
         "model": str(getattr(config, "model_name", None) or ""),
-        "revision": settings.revision or model.get("revision", ""),
-        "kv_cache_dtype": model.get("kv_cache_dtype", ""),
-        "quantization": model.get("quantization", ""),
+        "revision": revision,
+        "weights": "" if settings.revision else fingerprint(_published("model_path"), revision),
+        "weight_version": "" if version == "default" else version,
+        "kv_cache_dtype": "" if kv_cache_dtype in PLAIN_KV else kv_cache_dtype,
+        "kv_scales": of_file(_published("quantization_param_path")),
+        "fp8": _fp8_format(),
+        "quantization": _published("quantization"),
+        "overrides": _canonical(_published("json_model_override_args")),
         "tenant": settings.tenant,
         "tag": settings.extra_backend_tag,
     }
 
 
-def _sglang_config() -> dict[str, str]:
+def draft(settings: Settings) -> dict[str, str]:
+    """Further fields of pools that hold a draft model's pages: which one."""
+    model, revision = _published("speculative_draft_model_path"), _published("speculative_draft_model_revision")
+    return {
+        "draft_model": fingerprint(model, revision) or model,
+        "draft_revision": revision,
+        "draft_quantization": _published("speculative_draft_model_quantization"),
+        "draft_kv_cache_dtype": _published("speculative_draft_kv_cache_dtype"),
+    }
+
+
+def _published(name: str) -> str:
+    """A value of SGLang's configuration in this process, as text; empty when there is none."""
     try:
-        from sglang.srt.runtime_context import get_model, get_server_args  # noqa: PLC0415
+        from sglang.srt.runtime_context import get_context  # noqa: PLC0415
     except ImportError:
-        return {}
-    found: dict[str, str] = {}
-    for source, names in ((get_model, ("kv_cache_dtype", "quantization")), (get_server_args, ("revision",))):
-        try:
-            bag = source()
-        except ValueError:
-            continue  # not published: a tool drives the backend without a server
-        for name in names:
-            found[name] = str(getattr(bag, name, None) or "")
-    return found
+        return ""
+    try:
+        value = get_context().config_leaf(name)
+    except (ValueError, AttributeError):
+        return ""  # not published, or not a setting of this release
+    return "" if value is None else str(value)
+
+
+def _fp8_format() -> str:
+    """Names the platform's float8 where it is not the usual one: some AMD GPUs read the same bytes as other numbers."""
+    try:
+        from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype  # noqa: PLC0415
+    except ImportError:
+        return ""
+    name = str(fp8_dtype).removeprefix("torch.")
+    return "" if name == "float8_e4m3fn" else name
+
+
+def _canonical(text: str) -> str:
+    try:
+        parsed = json.loads(text or "{}")
+    except ValueError:
+        return text
+    return json.dumps(parsed, sort_keys=True) if parsed else ""
 
 
 def shards(config: Any, *, replicated: bool, head_shards: int) -> Shards:
