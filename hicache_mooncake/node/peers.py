@@ -1,4 +1,8 @@
-"""The other nodes as this one can use them: connections, and who is left alone for a while after failing."""
+"""The other nodes as this one can use them: connections, and who is left alone after failing until it answers again.
+
+A peer whose read failed rests. Once its rest is over it is probed, in the background: an engine's request is never what
+finds out that a peer still does not answer, because that costs the engine its whole deadline.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,30 @@ logger = logging.getLogger(__name__)
 
 FIRST_REST = 1.0
 LONGEST_REST = 30.0
-"""Seconds a failing peer is left alone: doubling from the first to the longest, forgotten after one success."""
+"""Seconds before a peer whose read failed is probed. Doubling from the first to the longest where reads fail between
+probes that succeed: a path that is too slow for pages. Forgotten after one read that went well."""
+
+PROBE_AGAIN = 1.0
+"""Seconds from a probe that failed to the next."""
+
+PROBE_TIMEOUT = 1.0
+"""Seconds a peer has to answer a probe."""
+
+
+class _Rest:
+    """A peer that failed: left alone until a probe succeeded, and used on trial from then on."""
+
+    __slots__ = ("length", "probe_at", "resting")
+
+    def __init__(self) -> None:
+        self.length = 0.0
+        self.probe_at = 0.0
+        self.resting = False
+
+    def begin(self, now: float) -> None:
+        self.length = min(LONGEST_REST, 2 * self.length or FIRST_REST)
+        self.probe_at = now + self.length
+        self.resting = True
 
 
 class Peers:
@@ -29,19 +56,19 @@ class Peers:
         self._alive = alive
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
-        self._rests: dict[str, tuple[float, float]] = {}  # node id -> (until, length), both in seconds
+        self._rests: dict[str, _Rest] = {}
         self._closed = False
 
     def usable(self) -> set[str]:
         """Nodes that are alive, can be reached by our transport and are not resting after a failure."""
-        now = time.monotonic()
         scheme = self._transport.scheme
         with self._lock:
-            return {
-                node_id
-                for node_id, record in self._alive().items()
-                if scheme in record.addresses and self._rests.get(node_id, (0.0, 0.0))[0] <= now
-            }
+            resting = {node_id for node_id, rest in self._rests.items() if rest.resting}
+        return {
+            node_id
+            for node_id, record in self._alive().items()
+            if scheme in record.addresses and node_id not in resting
+        }
 
     def alive_ids(self) -> set[str]:
         """Every other live node, resting or not."""
@@ -79,17 +106,42 @@ class Peers:
                 self._rests.pop(node_id, None)
 
     def failed(self, node_id: str, reason: str) -> None:
-        """The peer did not answer or broke off: others are asked for a while."""
+        """The peer did not answer or broke off: others are asked until it answers again."""
+        with self._lock:
+            rest = self._rests.setdefault(node_id, _Rest())
+            if rest.resting:
+                return  # several batches were under way when it failed: one failure
+            rest.begin(time.monotonic())
+        logger.warning("node %s failed (%s): left alone until it answers again", node_id, reason or "no answer")
+
+    def tend(self) -> None:
+        """Forget nodes that are gone, probe those that have rested. Does not wait; called at every heartbeat."""
+        self._prune()
         now = time.monotonic()
         with self._lock:
-            until, length = self._rests.get(node_id, (0.0, 0.0))
-            if until > now:
-                return  # several batches were under way when it failed: one failure
-            length = min(LONGEST_REST, 2 * length or FIRST_REST)
-            self._rests[node_id] = (now + length, length)
-        logger.warning("node %s failed (%s): left alone for %.0f s", node_id, reason or "no answer", length)
+            due = [node_id for node_id, rest in self._rests.items() if rest.resting and rest.probe_at <= now]
+            for node_id in due:
+                self._rests[node_id].probe_at = now + PROBE_TIMEOUT + PROBE_AGAIN
+        for node_id in due:
+            threading.Thread(target=self._probe, args=(node_id,), name="hcm-probe", daemon=True).start()
 
-    def prune(self) -> None:
+    def _probe(self, node_id: str) -> None:
+        peer = self.get(node_id)
+        if peer is None:
+            return
+        try:
+            peer.probe(time.monotonic() + PROBE_TIMEOUT)
+        except HiCacheMooncakeError as error:
+            logger.debug("node %s does not answer a probe: %s", node_id, error)
+            return
+        with self._lock:
+            rest = self._rests.get(node_id)
+            if rest is None or not rest.resting:
+                return
+            rest.resting = False
+        logger.warning("node %s answers again", node_id)
+
+    def _prune(self) -> None:
         """Close the connections to nodes that are gone."""
         alive = self._alive()
         with self._lock:

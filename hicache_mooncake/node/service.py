@@ -103,7 +103,7 @@ class Node:
                     "read and clear this node's pages (set secret_file, the same on every node of the pool)",
                     self._listener.address,
                 )
-            self.sync.start(self.store, on_beat=self.peers.prune)
+            self.sync.start(self.store, on_beat=self.peers.tend)
             undo.callback(self.sync.stop, leave_within=LEAVE_WITHIN)
             self.engines = EngineServer(
                 sock,
