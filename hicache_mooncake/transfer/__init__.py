@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ProtocolError
-from .base import Credentials, Listener, Outcome, PageRead, PageSource, Peer, PinnedPage, Transport
+from .base import Credentials, Listener, Outcome, PageRead, PageSource, PageWrite, Peer, PinnedPage, Room, Transport
 from .tcp import TcpTransport
 
 _TRANSPORTS: dict[str, type[Transport]] = {TcpTransport.scheme: TcpTransport}
@@ -24,8 +24,10 @@ __all__ = [
     "Outcome",
     "PageRead",
     "PageSource",
+    "PageWrite",
     "Peer",
     "PinnedPage",
+    "Room",
     "TcpTransport",
     "Transport",
     "transport",

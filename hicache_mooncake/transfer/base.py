@@ -32,6 +32,8 @@ class Outcome(IntEnum):
     """The peer could not be reached, refused us, or the connection broke."""
     TIMEOUT = 5
     """The deadline passed first."""
+    FULL = 6
+    """Only of a write: the owner has no room for the page."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,25 @@ class PageRead:
     key: str
     size: int
     into: Sequence[Extent]
+
+
+@dataclass(slots=True)
+class PageWrite:
+    """One page to be stored by a peer: ``size`` bytes of ``key`` gathered from ``source``, and their checksum."""
+
+    key: str
+    size: int
+    checksum: int
+    source: Sequence[Extent]
+
+
+class Room(NamedTuple):
+    """Memory that an owner has set aside for a page that is coming; ``handle`` is the owner's."""
+
+    key: str
+    size: int
+    extents: Sequence[Extent]
+    handle: object = None
 
 
 class PinnedPage(NamedTuple):
@@ -75,6 +96,21 @@ class PageSource(Protocol):
 
     def unpin(self, pages: Sequence[PinnedPage]) -> None:
         """Let go of exactly the pages that :meth:`pin` returned, as often as it did."""
+
+    def make_room(self, keys: Sequence[str], sizes: Sequence[int]) -> Sequence[Room | None]:
+        """Room for pages that a peer wants to store; None where it is held already or there is no room.
+
+        What was made goes through :meth:`keep` or :meth:`give_up`, once.
+        """
+
+    def holds(self, keys: Sequence[str]) -> Sequence[bool]:
+        """Which pages are held already."""
+
+    def keep(self, rooms: Sequence[Room], checksums: Sequence[int]) -> Sequence[bool]:
+        """The bytes have arrived: store the pages whose checksum is right; True for those, and free the others."""
+
+    def give_up(self, rooms: Sequence[Room]) -> None:
+        """The bytes did not arrive: free the rooms."""
 
     def clear(self, digests: Sequence[str]) -> int:
         """Drop every page of these namespaces; returns how many pages that were."""
@@ -127,6 +163,15 @@ class Peer(_Closeable):
         against the owner's checksum of them under this key. Never raises for what the network or the peer
         does; raises ``ValueError`` for a batch wrong in itself (extents that do not add up to the size, an
         empty or oversized key).
+        """
+
+    @abstractmethod
+    def write(self, batch: Sequence[PageWrite], deadline: float) -> list[Outcome]:
+        """Have the peer store the pages of ``batch``; one outcome a page, in order.
+
+        ``OK`` also for a page that it held already, ``FULL`` for one it has no room for, ``CORRUPT`` when the bytes
+        that arrived do not have the checksum that was given: the peer has dropped them. Bounded and raising like
+        :meth:`read`.
         """
 
     @abstractmethod

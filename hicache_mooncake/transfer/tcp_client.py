@@ -21,7 +21,7 @@ from .. import memory
 from ..errors import HiCacheMooncakeError, Unavailable
 from . import wire
 from .address import Address, ip_literal
-from .base import Credentials, Outcome, PageRead, Peer
+from .base import Credentials, Outcome, PageRead, PageWrite, Peer
 from .handshake import ReaderHandshake
 from .tcp_stream import DeadlinePassed, Disconnected, Stream
 
@@ -104,6 +104,34 @@ class TcpPeer(Peer):
                 helper.join()
         self._note(job.failure)
         return [job.unfinished if outcome is None else outcome for outcome in job.outcomes]
+
+    def write(self, batch: Sequence[PageWrite], deadline: float) -> list[Outcome]:
+        total = _total_bytes([PageRead(page.key, page.size, page.source) for page in batch])
+        if not batch:
+            return []
+        outcomes: list[Outcome | None] = [None] * len(batch)
+        unfinished, failure = Outcome.TIMEOUT, f"all {self._limits.connections} connections were in use"
+        if self._slots.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            stream: Stream | None = None
+            healthy = False
+            try:
+                for part in _requests(batch, min(_REQUEST_BYTES, total)):
+                    ask = partial(_offer, [batch[index] for index in part], deadline)
+                    if stream is None:
+                        stream, answers = self._begin(ask, deadline)
+                    else:
+                        answers = ask(stream)
+                    _deliver(stream, batch, part, answers, outcomes, deadline)
+                healthy, failure = True, ""
+            except HiCacheMooncakeError as error:
+                unfinished = Outcome.TIMEOUT if isinstance(error, DeadlinePassed) else Outcome.FAILED
+                failure = str(error)
+            finally:
+                if stream is not None:
+                    self._release(stream, healthy)
+                self._slots.release()
+        self._note(failure)
+        return [unfinished if outcome is None else outcome for outcome in outcomes]
 
     def clear(self, digests: Sequence[str], deadline: float) -> int:
         return self._order(wire.encode_clear(digests), deadline)
@@ -280,7 +308,7 @@ def _total_bytes(batch: Sequence[PageRead]) -> int:
     return total
 
 
-def _requests(batch: Sequence[PageRead], limit: int) -> Iterator[range]:
+def _requests(batch: Sequence[PageRead | PageWrite], limit: int) -> Iterator[range]:
     """Cut a batch into requests of at most ``limit`` bytes (or one page) and ``wire.MAX_PAGES`` pages."""
     start = size = 0
     for index, page in enumerate(batch):
@@ -317,6 +345,38 @@ def _receive(stream: Stream, job: _Job, part: range, rows: list[wire.PageRow]) -
             page = job.batch[index]
             intact = not job.verify or memory.checksum(page.key, page.into) == expected
             job.outcomes[index] = Outcome.OK if intact else Outcome.CORRUPT
+
+
+def _offer(pages: Sequence[PageWrite], deadline: float, stream: Stream) -> list[wire.Acceptance]:
+    """Offer pages to the owner; returns which it wants."""
+    request = wire.StoreRequest(
+        [page.key for page in pages],
+        [page.size for page in pages],
+        [page.checksum for page in pages],
+        deadline - time.monotonic(),
+    )
+    stream.send([wire.encode_store(request)], deadline)
+    _, payload = stream.receive_frame((wire.Kind.ACCEPTED,), wire.MAX_REPLY_BYTES, deadline)
+    return wire.decode_accepted(payload, len(pages))
+
+
+def _deliver(
+    stream: Stream,
+    batch: Sequence[PageWrite],
+    part: range,
+    answers: list[wire.Acceptance],
+    outcomes: list[Outcome | None],
+    deadline: float,
+) -> None:
+    """Send the pages of ``part`` that are wanted, and settle the outcome of each."""
+    sent = [index for index, answer in zip(part, answers, strict=True) if answer is wire.Acceptance.SEND]
+    stream.send([extent.view for index in sent for extent in batch[index].source], deadline)
+    _, payload = stream.receive_frame((wire.Kind.STORED,), wire.MAX_REPLY_BYTES, deadline)
+    for index, kept in zip(sent, wire.decode_stored(payload, len(sent)), strict=True):
+        outcomes[index] = Outcome.OK if kept else Outcome.CORRUPT
+    for index, answer in zip(part, answers, strict=True):
+        if answer is not wire.Acceptance.SEND:
+            outcomes[index] = Outcome.OK if answer is wire.Acceptance.HELD else Outcome.FULL
 
 
 def _resolve(where: Address, deadline: float) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:

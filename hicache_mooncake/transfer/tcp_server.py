@@ -146,13 +146,16 @@ class TcpListener(Listener):
 
     def _answer(self, stream: Stream) -> None:
         kind, payload = stream.receive_frame(
-            (wire.Kind.READ, wire.Kind.CLEAR, wire.Kind.DOUBT),
+            (wire.Kind.READ, wire.Kind.STORE, wire.Kind.CLEAR, wire.Kind.DOUBT),
             wire.MAX_REQUEST_BYTES,
             time.monotonic() + self._limits.idle_timeout,
             body_timeout=self._limits.handshake_timeout,
         )
         if kind is wire.Kind.READ:
             self._send_pages(stream, wire.decode_read(payload))
+            return
+        if kind is wire.Kind.STORE:
+            self._take_pages(stream, wire.decode_store(payload))
             return
         if kind is wire.Kind.DOUBT:
             dropped = self._source.doubt(wire.decode_doubt(payload))
@@ -184,6 +187,26 @@ class TcpListener(Listener):
         finally:
             buffers.clear()
             self._source.unpin([page for page in pages if page is not None])
+
+    def _take_pages(self, stream: Stream, request: wire.StoreRequest) -> None:
+        deadline = time.monotonic() + min(request.budget + _GONE, self._limits.send_timeout)
+        made = self._source.make_room(request.keys, request.sizes)
+        rooms = [room for room in made if room is not None]
+        checksums = [given for given, room in zip(request.checksums, made, strict=True) if room is not None]
+        try:
+            held = self._source.holds(request.keys)
+            answers = [
+                wire.Acceptance.SEND if room is not None else wire.Acceptance.HELD if here else wire.Acceptance.FULL
+                for room, here in zip(made, held, strict=True)
+            ]
+            stream.send([wire.encode_accepted(answers)], deadline)
+            for _ in stream.receive_scattered([extent.view for room in rooms for extent in room.extents], deadline):
+                continue
+            coming, rooms = rooms, []
+            kept = self._source.keep(coming, checksums)
+        finally:
+            self._source.give_up(rooms)
+        stream.send([wire.encode_stored(kept)], deadline)
 
 
 def _listen_address(address: str) -> Address:

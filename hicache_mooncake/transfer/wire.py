@@ -3,7 +3,9 @@
 A frame is a 12-byte header (magic, kind, payload length) and a payload. A reader sends ``READ`` and gets
 ``PAGES``: one row a page, then, outside the frame, the bytes of exactly the pages whose row says ``OK``, in
 order and without gaps. ``CLEAR`` asks to drop namespaces, ``DOUBT`` to check pages whose bytes did not match
-their checksum at the reader; both get ``CLEARED``, how many pages went. One request is under way on a
+their checksum at the reader; both get ``CLEARED``, how many pages went. ``STORE`` offers pages and gets
+``ACCEPTED``, one byte a page; then come, outside the frame, the bytes of the pages that are wanted, and last
+``STORED``, one byte for each of those. One request is under way on a
 connection at a time. All numbers are little-endian.
 """
 
@@ -40,10 +42,11 @@ _READ = struct.Struct("<II")
 _CLEARED = struct.Struct("<Q")
 _WANTED = np.dtype([("size", "<u8"), ("key_bytes", "<u2")])
 _ROW = np.dtype([("status", "u1"), ("size", "<u8"), ("checksum", "<u8")])
+_OFFERED = np.dtype([("size", "<u8"), ("checksum", "<u8"), ("key_bytes", "<u2")])
 _NAME_BYTES = np.dtype("<u2")
 
 MAX_REQUEST_BYTES: Final = max(
-    _READ.size + MAX_PAGES * (_WANTED.itemsize + MAX_KEY_BYTES),
+    _READ.size + MAX_PAGES * (_OFFERED.itemsize + MAX_KEY_BYTES),
     _COUNT.size + MAX_DIGESTS * (_NAME_BYTES.itemsize + 128),
 )
 """What a listener buffers for one connection before it knows what is asked."""
@@ -66,6 +69,17 @@ class Kind(IntEnum):
     CLEAR = 18
     CLEARED = 19
     DOUBT = 20
+    STORE = 21
+    ACCEPTED = 22
+    STORED = 23
+
+
+class Acceptance(IntEnum):
+    """What an owner says to a page that it is offered."""
+
+    SEND = 0
+    HELD = 1
+    FULL = 2
 
 
 class ReadRequest(NamedTuple):
@@ -73,6 +87,15 @@ class ReadRequest(NamedTuple):
 
     keys: list[str]
     sizes: list[int]
+    budget: float
+
+
+class StoreRequest(NamedTuple):
+    """Pages offered to an owner; after ``budget`` seconds the writer does not wait any more."""
+
+    keys: list[str]
+    sizes: list[int]
+    checksums: list[int]
     budget: float
 
 
@@ -105,30 +128,81 @@ def decode_header(data: bytes | bytearray, allowed: Sequence[Kind], limit: int) 
 def encode_read(request: ReadRequest) -> bytes:
     """A whole READ frame. Raises ``ValueError`` for what the limits do not allow."""
     keys, sizes, budget = request
-    if not 0 < len(keys) <= MAX_PAGES or len(keys) != len(sizes):
-        raise ValueError(f"a request is for 1 to {MAX_PAGES} pages, not {len(keys)}")
-    if not 0 < min(sizes) <= max(sizes) <= MAX_PAGE_BYTES:
-        raise ValueError("a page has 1 byte to 1 TiB")
+    _check_sizes(keys, sizes)
     encoded = [encode_key(key) for key in keys]
     rows = np.empty(len(keys), _WANTED)
     rows["size"] = sizes
     rows["key_bytes"] = [len(key) for key in encoded]
-    milliseconds = round(min(max(budget, 0.0), MAX_BUDGET) * 1000)
-    return encode_frame(Kind.READ, b"".join((_READ.pack(len(keys), milliseconds), rows.tobytes(), *encoded)))
+    head = _READ.pack(len(keys), _milliseconds(budget))
+    return encode_frame(Kind.READ, b"".join((head, rows.tobytes(), *encoded)))
 
 
 def decode_read(payload: bytes | bytearray) -> ReadRequest:
+    rows, budget = _request_rows(_WANTED, payload)
+    keys = _texts(payload, _READ.size + rows.nbytes, rows["key_bytes"])
+    return ReadRequest(keys, rows["size"].tolist(), budget)
+
+
+def _check_sizes(keys: Sequence[str], sizes: Sequence[int]) -> None:
+    if not 0 < len(keys) <= MAX_PAGES or len(keys) != len(sizes):
+        raise ValueError(f"a request is for 1 to {MAX_PAGES} pages, not {len(keys)}")
+    if not 0 < min(sizes) <= max(sizes) <= MAX_PAGE_BYTES:
+        raise ValueError("a page has 1 byte to 1 TiB")
+
+
+def _milliseconds(budget: float) -> int:
+    return round(min(max(budget, 0.0), MAX_BUDGET) * 1000)
+
+
+def _request_rows(dtype: np.dtype[Any], payload: bytes | bytearray) -> tuple[NDArray[Any], float]:
+    """The rows of a request and its budget in seconds, within the limits."""
     count, milliseconds = _unpack(_READ, payload)
     if not 0 < count <= MAX_PAGES:
         raise ProtocolError(f"a request is for 1 to {MAX_PAGES} pages, not {count}")
     if milliseconds > MAX_BUDGET * 1000:
         raise ProtocolError(f"a budget of {milliseconds} ms is over the limit")
-    rows = _rows(_WANTED, payload, _READ.size, count)
-    sizes: list[int] = rows["size"].tolist()
-    if not 0 < min(sizes) <= max(sizes) <= MAX_PAGE_BYTES:
+    rows = _rows(dtype, payload, _READ.size, count)
+    if not 0 < int(rows["size"].min()) <= int(rows["size"].max()) <= MAX_PAGE_BYTES:
         raise ProtocolError("a page has 1 byte to 1 TiB")
+    return rows, milliseconds / 1000
+
+
+def encode_store(request: StoreRequest) -> bytes:
+    """A whole STORE frame. Raises ``ValueError`` for what the limits do not allow."""
+    keys, sizes, checksums, budget = request
+    _check_sizes(keys, sizes)
+    encoded = [encode_key(key) for key in keys]
+    rows = np.empty(len(keys), _OFFERED)
+    rows["size"], rows["checksum"] = sizes, np.array(checksums, np.uint64)
+    rows["key_bytes"] = [len(key) for key in encoded]
+    head = _READ.pack(len(keys), _milliseconds(budget))
+    return encode_frame(Kind.STORE, b"".join((head, rows.tobytes(), *encoded)))
+
+
+def decode_store(payload: bytes | bytearray) -> StoreRequest:
+    rows, budget = _request_rows(_OFFERED, payload)
     keys = _texts(payload, _READ.size + rows.nbytes, rows["key_bytes"])
-    return ReadRequest(keys, sizes, milliseconds / 1000)
+    return StoreRequest(keys, rows["size"].tolist(), rows["checksum"].tolist(), budget)
+
+
+def encode_accepted(answers: Sequence[Acceptance]) -> bytes:
+    return encode_frame(Kind.ACCEPTED, bytes(answers))
+
+
+def decode_accepted(payload: bytes | bytearray, pages: int) -> list[Acceptance]:
+    if len(payload) != pages or (payload and max(payload) > max(Acceptance)):
+        raise ProtocolError(f"not an answer to an offer of {pages} pages")
+    return [Acceptance(answer) for answer in payload]
+
+
+def encode_stored(kept: Sequence[bool]) -> bytes:
+    return encode_frame(Kind.STORED, bytes(kept))
+
+
+def decode_stored(payload: bytes | bytearray, pages: int) -> list[bool]:
+    if len(payload) != pages or (payload and max(payload) > 1):
+        raise ProtocolError(f"not an answer to {pages} pages that were sent")
+    return [bool(kept) for kept in payload]
 
 
 def encode_pages(rows: Sequence[PageRow]) -> bytes:

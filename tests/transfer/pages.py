@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from hicache_mooncake import memory
 from hicache_mooncake.memory import Extent, Memory
-from hicache_mooncake.transfer.base import PageRead, PinnedPage
+from hicache_mooncake.transfer.base import PageRead, PageWrite, PinnedPage, Room
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -49,6 +49,7 @@ class Segment:
         self.pages: dict[str, PinnedPage] = {}
         self.pins: Counter[str] = Counter()
         self.pinned_ever = 0
+        self.rooms = 0
         self.cleared: list[list[str]] = []
         self._used = 0
         self._lock = threading.Lock()
@@ -85,6 +86,37 @@ class Segment:
                 del self.pages[key]
             return len(doomed)
 
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        with self._lock:
+            return [key in self.pages for key in keys]
+
+    def make_room(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Room | None]:
+        rooms: list[Room | None] = []
+        with self._lock:
+            for key, size in zip(keys, sizes, strict=True):
+                if key in self.pages or self._used + size > self.memory.size:
+                    rooms.append(None)
+                    continue
+                rooms.append(Room(key, size, cut(self.memory, self._used, size, 1 + size % 3, key)))
+                self._used += size
+                self.rooms += 1
+        return rooms
+
+    def keep(self, rooms: Sequence[Room], checksums: Sequence[int]) -> list[bool]:
+        kept = []
+        for room, expected in zip(rooms, checksums, strict=True):
+            right = memory.checksum(room.key, room.extents) == expected
+            kept.append(right)
+            with self._lock:
+                self.rooms -= 1
+                if right:
+                    self.pages[room.key] = PinnedPage(room.size, expected, room.extents, room.key)
+        return kept
+
+    def give_up(self, rooms: Sequence[Room]) -> None:
+        with self._lock:
+            self.rooms -= len(rooms)
+
     def doubt(self, keys: Sequence[str]) -> int:
         with self._lock:
             rotten = [
@@ -112,6 +144,13 @@ class Landing:
         extents = cut(self.memory, self._used, size, pieces, f"want {key} {self._used}")
         self._used += size
         return PageRead(key, size, extents)
+
+    def offer(self, key: str, size: int, pieces: int = 1) -> PageWrite:
+        """A page with its content, to be written to a peer."""
+        extents = cut(self.memory, self._used, size, pieces, f"offer {key} {self._used}")
+        self._used += size
+        fill(extents, content(key, size))
+        return PageWrite(key, size, memory.checksum(key, extents), extents)
 
     def reset(self) -> None:
         self._used = 0

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hicache_mooncake.errors import ConfigError, ProtocolError, Unavailable
-from hicache_mooncake.transfer import Credentials, Listener, Outcome, PageRead, Peer, Transport, transport
+from hicache_mooncake.transfer import Credentials, Listener, Outcome, PageRead, PageWrite, Peer, Transport, transport
 from hicache_mooncake.transfer.tcp import TcpTransport
 from hicache_mooncake.transfer.tcp_client import ClientLimits
 
-from .pages import KIB, MIB, NODE, Landing, Segment, arrived, joined
+from .pages import KIB, MIB, NODE, Landing, Segment, arrived, content, joined
 
 SECRET = Credentials(b"correct horse", "prod")
 PATIENCE = 30.0
@@ -236,6 +236,31 @@ def test_clear_reaches_the_owner(peer: Peer, segment: Segment, landing: Landing)
     assert segment.cleared == [["old", "older"]]
     batch = [landing.want("old:0:all", 4 * KIB), landing.want("new:0:all", 4 * KIB)]
     assert peer.read(batch, soon(), True) == [Outcome.ABSENT, Outcome.OK]
+
+
+@pytest.mark.parametrize("count", [1, 7, 128, 600])
+@pytest.mark.parametrize("size", [4 * KIB, 100 * KIB + 1])
+def test_written_pages_are_stored_whole(peer: Peer, segment: Segment, landing: Landing, count: int, size: int) -> None:
+    batch = [landing.offer(f"ns:w{index}:all", size, 1 + index % 4) for index in range(count)]
+    assert peer.write(batch, soon()) == [Outcome.OK] * count
+    assert segment.rooms == 0
+    for page in batch:
+        assert joined(segment.pages[page.key].extents) == content(page.key, size)
+
+
+def test_a_write_is_told_what_is_held_full_and_corrupt(peer: Peer, segment: Segment, landing: Landing) -> None:
+    segment.put("ns:held:all", 4 * KIB)
+    held, rotten, good = (landing.offer(f"ns:{name}:all", 4 * KIB) for name in ("held", "rotten", "good"))
+    huge = landing.offer("ns:huge:all", 100 * MIB)
+    first = segment.memory.size - segment._used - 90 * MIB
+    segment._used += max(first, 0)
+    rotten.checksum ^= 1
+    outcomes = peer.write([held, rotten, huge, good], soon())
+    assert outcomes == [Outcome.OK, Outcome.CORRUPT, Outcome.FULL, Outcome.OK]
+    assert "ns:rotten:all" not in segment.pages and segment.rooms == 0
+    assert peer.write([], soon()) == []
+    with pytest.raises(ValueError, match="extents"):
+        peer.write([PageWrite("ns:x:all", 5, 0, held.source)], soon())
 
 
 def test_a_doubted_page_is_dropped_only_if_it_is_rotten(peer: Peer, segment: Segment, landing: Landing) -> None:

@@ -23,7 +23,7 @@ from hicache_mooncake.transfer.tcp_stream import Stream
 from tests.stalling_proxy import StallingProxy
 
 from .conftest import open_descriptors
-from .pages import KIB, MIB, NODE, Landing, Segment, arrived
+from .pages import KIB, MIB, NODE, Landing, Segment, arrived, content, joined
 from .serving import SECRET, Serving, serving
 
 GRACE = 2.0
@@ -157,6 +157,51 @@ def test_a_byte_damaged_on_the_way_is_corrupt(segment: Segment, landing: Landing
         outcomes = peer.read(batch, soon(10), True)
         assert outcomes.count(Outcome.CORRUPT) == 1
         assert outcomes.count(Outcome.OK) == 7
+
+
+ACCEPTED = 12 + 64  # bytes of the answer to an offer of 64 pages
+
+
+@pytest.mark.parametrize(("after", "stored"), [(1, 0), (ACCEPTED + 1, 64)])
+def test_a_write_without_an_answer_is_a_timeout_and_leaves_no_room_taken(
+    landing: Landing, after: int, stored: int
+) -> None:
+    owner = Segment(64 * MIB)
+    batch = [landing.offer(f"ns:slow{index}:all", 256 * KIB) for index in range(64)]
+    with (
+        listen(owner) as listener,
+        StallingProxy(listener.address) as proxy,
+        connect(proxy.address) as peer,
+    ):
+        peer.probe(soon(10))
+        proxy.stall(after)
+        started = time.monotonic()
+        assert set(peer.write(batch, started + 0.7)) == {Outcome.TIMEOUT}
+        assert time.monotonic() - started < 0.7 + GRACE
+        assert wait_for(lambda: owner.rooms == 0)
+        assert len(owner.pages) == stored
+        proxy.resume()
+        assert peer.write(batch, soon(20)) == [Outcome.OK] * 64
+    owner.close()
+
+
+@pytest.mark.parametrize("after", [1, ACCEPTED])
+def test_a_write_that_is_cut_stores_whole_pages_or_none(landing: Landing, after: int) -> None:
+    owner = Segment(64 * MIB)
+    batch = [landing.offer(f"ns:cut{index}:all", 256 * KIB) for index in range(64)]
+    with (
+        listen(owner) as listener,
+        StallingProxy(listener.address) as proxy,
+        connect(proxy.address) as peer,
+    ):
+        peer.probe(soon(10))
+        proxy.cut(after)
+        assert set(peer.write(batch, soon(20))) == {Outcome.FAILED}
+        assert wait_for(lambda: owner.rooms == 0)
+        for key, page in owner.pages.items():
+            assert joined(page.extents) == content(key, page.size)
+        assert peer.write(batch, soon(20)) == [Outcome.OK] * 64
+    owner.close()
 
 
 def test_connections_that_died_while_idle_cost_nothing(segment: Segment, landing: Landing) -> None:

@@ -59,10 +59,31 @@ def test_clear_round_trip(digests: list[str], pages: int) -> None:
     assert wire.decode_cleared(payload_of(wire.encode_cleared(pages), wire.Kind.CLEARED)) == pages
 
 
+@given(st.lists(st.tuples(keys, st.integers(1, wire.MAX_PAGE_BYTES), u64), min_size=1, max_size=40), st.floats(0, 100))
+def test_store_round_trip(rows: list[tuple[str, int, int]], budget: float) -> None:
+    sent = wire.StoreRequest([row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows], budget)
+    got = wire.decode_store(payload_of(wire.encode_store(sent), wire.Kind.STORE))
+    assert got[:3] == sent[:3] and abs(got.budget - budget) < 0.001
+
+
+@given(st.lists(st.sampled_from(list(wire.Acceptance)), max_size=50), st.lists(st.booleans(), max_size=50))
+def test_answers_to_a_store_round_trip(answers: list[wire.Acceptance], kept: list[bool]) -> None:
+    accepted = payload_of(wire.encode_accepted(answers), wire.Kind.ACCEPTED)
+    assert wire.decode_accepted(accepted, len(answers)) == answers
+    assert wire.decode_stored(payload_of(wire.encode_stored(kept), wire.Kind.STORED), len(kept)) == kept
+    with pytest.raises(ProtocolError):
+        wire.decode_accepted(accepted, len(answers) + 1)
+    with pytest.raises(ProtocolError):
+        wire.decode_stored(b"\x02", 1)
+
+
 decoders: list[Callable[[bytes], object]] = [
     wire.decode_read,
     wire.decode_clear,
     wire.decode_doubt,
+    wire.decode_store,
+    lambda data: wire.decode_accepted(data, 3),
+    lambda data: wire.decode_stored(data, 3),
     wire.decode_cleared,
     lambda data: wire.decode_pages(data, [4096] * 3),
 ]
