@@ -23,6 +23,7 @@ from benchmarks.pool_bench import Pages, Pool, running_pool
 from benchmarks.report import Figure, Judgement
 from benchmarks.samples import Sample, Series, Spread, interleave, measure, ratio
 from hicache_mooncake.config_values import size as parse_size
+from hicache_mooncake.protocol import messages as m
 from tests.pool import Engine, hashes
 
 COLD = 256 << 20
@@ -30,6 +31,9 @@ COLD = 256 << 20
 
 CALL_BYTES = 128 << 20
 """Bytes of each kind that one round moves at least, so that a round's median means something."""
+
+IN_A_ROW = 4
+"""Calls of a kind that follow each other, as a long prompt's prefetch makes them: the first finds cold caches."""
 
 ENGINE_CPU_AIM = 0.1
 """CPU seconds a GB: a tenth of a core at 1 GB/s."""
@@ -110,8 +114,8 @@ def _bench_pages(
             return measure(lambda: stream.receive(data.reader.l2, slots), [stream.pid])
 
         def take_get(engine: Engine) -> Sample:
-            batch = turns()
-            return measure(lambda: data.get(engine, batch), pool.pids)
+            batch = data.batch(engine, turns())
+            return measure(lambda: data.move(m.Get, engine, batch), pool.pids)
 
         takes: list[Take] = [
             partial(_take_put, data, turns),
@@ -125,7 +129,7 @@ def _bench_pages(
         for warm_up in takes:
             warm_up()
         calls = 2 if arguments.quick else max(2, CALL_BYTES // batch_bytes)
-        interleave(list(zip(series, takes, strict=True)), arguments.rounds, calls)
+        interleave(list(zip(series, takes, strict=True)), arguments.rounds, calls, in_a_row=IN_A_ROW)
         for engine in (data.writer, data.reader):
             data.check(engine, batches - 1)
     judgements = [
@@ -142,9 +146,8 @@ def _bench_pages(
 
 
 def _take_put(data: Pages, turns: Callable[[], int]) -> Sample:
-    names, batch = data.new_names(), turns()
-    with data.writing():
-        sample = measure(lambda: data.put(names, batch), data.pool.pids)
+    batch = data.batch(data.writer, turns(), data.new_names())
+    sample = measure(lambda: data.move(m.Put, data.writer, batch), data.pool.pids)
     if data.puts % data.batches == 0:  # by then they fill the other half of the segment
         data.clear(puts_only=True)
     return sample
@@ -189,7 +192,7 @@ def _bench_exists(pool: Pool, arguments: argparse.Namespace) -> tuple[list[Figur
         for warm_up in takes:
             warm_up()
         calls = 5 if arguments.quick else 60
-        interleave(list(zip([*asked, *bare], takes, strict=True)), arguments.rounds, calls)
+        interleave(list(zip([*asked, *bare], takes, strict=True)), arguments.rounds, calls, in_a_row=IN_A_ROW)
     judgements = [
         Judgement(f"{of.name} / {to.name}", None, _inverse(ratio(of, to)), 2.0, at_most=True)
         for of, to in ((local, script), (remote, script), (absent, script_none))

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from hicache_mooncake import memory
+from hicache_mooncake.engine.host_pools import Located
+from hicache_mooncake.engine.transfers import Batch
 from hicache_mooncake.metadata.redis_server import PrivateRedis
 from hicache_mooncake.protocol import messages as m
 from hicache_mooncake.radix_bridge import Namespace
@@ -72,7 +74,6 @@ class Pages:
         self.slots = list(range(count))
         random.Random(2).shuffle(self.slots)  # pages of one request lie anywhere in L2, as SGLang's do
         self.puts = 0
-        self.stored = self.writer.namespace
         self.written = Namespace.describe(model="test", page_bytes=page_bytes, use="puts")
 
     def _engine(self, node: NodeProcess, undo: ExitStack) -> Engine:
@@ -101,52 +102,45 @@ class Pages:
     def store_all(self) -> None:
         """Put every batch, so that it can be read. Raises ``RuntimeError`` when a page is not taken."""
         for batch in range(self.batches):
-            _all(self.writer.put(self.batch_names(batch), self.batch_slots(batch)), "put")
+            self.move(m.Put, self.writer, self.batch(self.writer, batch))
 
     def new_names(self) -> list[str]:
         """Names of a batch that nobody stored before."""
         self.puts += 1
         return hashes(f"put/{self.page_bytes}/{self.puts}", self.pages)
 
-    def put(self, names: Sequence[str], batch: int) -> None:
-        """Store the content of a batch under other names. Raises ``RuntimeError`` when a page is not taken."""
-        _all(self.writer.put(names, self.batch_slots(batch)), "put")
+    def batch(self, engine: Engine, number: int, names: Sequence[str] | None = None) -> Batch:
+        """The request for a batch: outside of the clock, for SGLang's own pool says where its pages lie."""
+        slots = np.array(self.batch_slots(number), dtype=np.uint64)
+        addresses = np.uint64(engine.l2.address) + slots * np.uint64(self.page_bytes)
+        keys = m.Keys(engine.namespace.digest, ["all"], self.batch_names(number))
+        if names is not None:
+            keys = m.Keys(self.written.digest, ["all"], list(names))
+        return Batch(keys, Located(addresses.reshape(-1, 1), [self.page_bytes]))
+
+    def move(self, kind: type[m.Put] | type[m.Get], engine: Engine, batch: Batch) -> None:
+        """Store or fetch a batch. Raises ``RuntimeError`` when a page is not moved."""
+        (moved,) = engine.mover.move(kind, [batch], engine.deadline())
+        if not all(moved):
+            raise RuntimeError(f"{kind.__name__}: {moved.count(False)} of {len(moved)} pages failed")
 
     def clear(self, *, puts_only: bool = False) -> None:
         """Make room: drop what was stored in the namespace of puts, or everything."""
-        digests = [self.written.digest] if puts_only else [self.written.digest, self.stored.digest]
+        digests = [self.written.digest] if puts_only else [self.written.digest, self.writer.namespace.digest]
         reply = self.writer.session.ask(m.Clear(10_000, digests))
         if not isinstance(reply, m.Cleared) or reply.unreached:
             raise RuntimeError(f"the pool was not cleared: {reply}")
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Within, the writer's pages go to the namespace of puts, which can be cleared alone."""
-        self.writer.namespace = self.written
-        try:
-            yield
-        finally:
-            self.writer.namespace = self.stored
-
-    def get(self, engine: Engine, batch: int) -> None:
-        """Fetch a batch. Raises ``RuntimeError`` when a page is missing."""
-        _all(engine.get(self.batch_names(batch), self.batch_slots(batch)), "get")
 
     def check(self, engine: Engine, batch: int) -> None:
         """Fetch a batch into wiped pages and compare every byte. Raises ``RuntimeError`` when one is wrong."""
         size = self.page_bytes
         for slot in self.batch_slots(batch):
             engine.l2.view[slot * size : (slot + 1) * size] = bytes(size)
-        self.get(engine, batch)
+        self.move(m.Get, engine, self.batch(engine, batch))
         for slot in self.batch_slots(batch):
             there = slice(slot * size, (slot + 1) * size)
             if engine.l2.view[there] != self.content.view[there]:
                 raise RuntimeError(f"page {slot} came back with other bytes")
-
-
-def _all(results: Sequence[bool], what: str) -> None:
-    if not all(results):
-        raise RuntimeError(f"{what}: {results.count(False)} of {len(results)} pages failed")
 
 
 def _shared_bytes(pid: int) -> int:

@@ -96,8 +96,10 @@ def ratio(of: Series, to: Series) -> Spread:
     return Spread.of([b / a for a, b in zip(of.seconds_by_round(), to.seconds_by_round(), strict=True)])
 
 
-def interleave(series: Sequence[tuple[Series, Callable[[], Sample]]], rounds: int, calls: int) -> None:
-    """Take ``calls`` samples of each in each of ``rounds`` rounds, one of each in turn.
+def interleave(
+    series: Sequence[tuple[Series, Callable[[], Sample]]], rounds: int, calls: int, *, in_a_row: int = 1
+) -> None:
+    """Take ``calls`` samples of each in each of ``rounds`` rounds, at most ``in_a_row`` of each in turn.
 
     So whatever else the machine does meets all of them alike; the order turns round by round.
     """
@@ -105,6 +107,7 @@ def interleave(series: Sequence[tuple[Series, Callable[[], Sample]]], rounds: in
         turned = [series[(at + number) % len(series)] for at in range(len(series))]
         for of_turn, _ in turned:
             of_turn.begin_round()
-        for _ in range(calls):
+        for done in range(0, calls, in_a_row):
             for of_turn, take in turned:
-                of_turn.add(take())
+                for _ in range(min(in_a_row, calls - done)):
+                    of_turn.add(take())

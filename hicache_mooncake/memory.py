@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP = 64 << 20
 
+COPY_PIECE = 512 << 10
+"""Bytes copied before they are hashed: source and target of a piece fit in a core's own cache of 1 MiB together."""
+
+_memmove = ctypes.memmove
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
@@ -127,18 +131,46 @@ def free_huge_bytes() -> int:
 def copy_extents(target: Sequence[Extent], source: Sequence[Extent]) -> None:
     """Copy the bytes of ``source``, in order, to ``target``; both have the same total length. Releases the GIL."""
     if len(target) == 1 and len(source) == 1:
-        ctypes.memmove(target[0].address, source[0].address, source[0].length)
+        to, start = target[0], source[0]
+        _memmove(to.memory.address + to.offset, start.memory.address + start.offset, start.length)
         return
-    t = s = t_done = s_done = 0
-    while s < len(source):
-        step = min(source[s].length - s_done, target[t].length - t_done)
-        ctypes.memmove(target[t].address + t_done, source[s].address + s_done, step)
-        s_done += step
-        t_done += step
-        if s_done == source[s].length:
-            s, s_done = s + 1, 0
-        if t_done == target[t].length:
-            t, t_done = t + 1, 0
+    for to_memory, to_offset, from_memory, from_offset, length in _pieces(target, source):
+        _memmove(to_memory.address + to_offset, from_memory.address + from_offset, length)
+
+
+def copy_and_check(key: str, target: Sequence[Extent], source: Sequence[Extent]) -> int:
+    """Copy like :func:`copy_extents` and return the :func:`checksum` of what lies in ``target`` then.
+
+    Every piece is hashed right after it was copied, out of the processor's cache: memory is passed over once.
+    """
+    if len(target) == 1 and len(source) == 1:
+        memory, offset, length = target[0]
+        if length <= COPY_PIECE:
+            from_memory, from_offset, _ = source[0]
+            _memmove(memory.address + offset, from_memory.address + from_offset, length)
+            return xxhash.xxh3_64_intdigest(memory.view[offset : offset + length], key_seed(key))
+    digest = xxhash.xxh3_64(seed=key_seed(key))
+    for memory, offset, from_memory, from_offset, length in _pieces(target, source):
+        _memmove(memory.address + offset, from_memory.address + from_offset, length)
+        digest.update(memory.view[offset : offset + length])
+    return digest.intdigest()
+
+
+def _pieces(target: Sequence[Extent], source: Sequence[Extent]) -> Iterator[tuple[Memory, int, Memory, int, int]]:
+    """What to copy where, at most ``COPY_PIECE`` bytes at a time: memory and offset of both sides, and a length."""
+    sources = iter(source)
+    from_memory, from_offset, available = next(sources)
+    for memory, offset, length in target:
+        done = 0
+        while done < length:
+            if not available:
+                from_memory, from_offset, available = next(sources)
+                continue
+            step = min(length - done, available, COPY_PIECE)
+            yield memory, offset + done, from_memory, from_offset, step
+            done += step
+            from_offset += step
+            available -= step
 
 
 def key_seed(key: str) -> int:
@@ -150,7 +182,8 @@ def checksum(key: str, extents: Sequence[Extent]) -> int:
     """xxh3-64 of the bytes of ``extents`` in order, seeded by the object key."""
     seed = key_seed(key)
     if len(extents) == 1:
-        return xxhash.xxh3_64_intdigest(extents[0].view, seed)
+        memory, offset, length = extents[0]
+        return xxhash.xxh3_64_intdigest(memory.view[offset : offset + length], seed)
     digest = xxhash.xxh3_64(seed=seed)
     for extent in extents:
         digest.update(extent.view)

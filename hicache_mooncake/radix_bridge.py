@@ -127,6 +127,14 @@ def printable_hash(page_hash: str) -> str:
     return "x" + page_hash.encode("utf-8", "surrogatepass").hex()
 
 
+def printable_hashes(page_hashes: Sequence[str]) -> Sequence[str]:
+    """:func:`printable_hash` of each: a batch of plain hashes is seen to be one by a single look at all of it."""
+    joined = "".join(page_hashes)
+    if "x" not in joined and set(map(len, page_hashes)) == {64} and _PLAIN_HASH.fullmatch(joined):
+        return page_hashes
+    return [printable_hash(page_hash) for page_hash in page_hashes]
+
+
 @dataclass(frozen=True)
 class Shards:
     """Which parts of a page this rank holds, and the fields of its namespace that say how pages were cut.

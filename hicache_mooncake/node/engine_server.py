@@ -23,7 +23,7 @@ from hicache_mooncake.protocol import messages as m
 from hicache_mooncake.protocol.channel import Channel, close_all, socket_address
 from hicache_mooncake.protocol.fence import SIZE as FENCE_SIZE
 from hicache_mooncake.protocol.fence import Fence
-from hicache_mooncake.radix_bridge import object_keys, printable_hash
+from hicache_mooncake.radix_bridge import object_keys, printable_hashes
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class EngineServer:
         run: int | None = None
         for group in request.groups:
             asked = group.hashes if run is None or not request.limit_to_first else group.hashes[:run]
-            keys = object_keys(group.digest, map(printable_hash, asked), group.parts)
+            keys = object_keys(group.digest, printable_hashes(asked), group.parts)
             first = run is None
             here = self._pages.exists(keys, deadline, stop_at_miss=request.prefix_only and first)
             width = len(group.parts)

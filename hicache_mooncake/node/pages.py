@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from hicache_mooncake.errors import HiCacheMooncakeError, Unavailable
-from hicache_mooncake.memory import Extent, checksum, copy_extents
+from hicache_mooncake.memory import Extent, copy_and_check, copy_extents
 from hicache_mooncake.metadata.records import ObjectRecord
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
@@ -151,11 +151,11 @@ class PageService:
                 statuses[new[at]] = Status.TIMEOUT
                 return
             extents = self._store.extents(reserved)
-            copy_extents(extents, move.extents)
+            digest = copy_and_check(move.key, extents, move.extents)
             if not wanted():  # the source may have changed under the copy
                 statuses[new[at]] = Status.REVOKED
                 return
-            pages[at] = Page(move.key, move.size, checksum(move.key, extents), reserved, extents)
+            pages[at] = Page(move.key, move.size, digest, reserved, extents)
 
         try:
             self._in_parallel(copy_in, len(new), sum(moves[at].size for at in new))
@@ -223,13 +223,14 @@ class PageService:
                 statuses[position] = Status.TIMEOUT
             elif not wanted():
                 statuses[position] = Status.REVOKED
-            else:
+            elif not self._verify:
                 copy_extents(move.extents, page.extents)
-                if self._verify and checksum(move.key, move.extents) != page.checksum:
-                    statuses[position] = Status.CORRUPT
-                    corrupt.append(page)
-                else:
-                    statuses[position] = Status.OK
+                statuses[position] = Status.OK
+            elif copy_and_check(move.key, move.extents, page.extents) == page.checksum:
+                statuses[position] = Status.OK
+            else:
+                statuses[position] = Status.CORRUPT
+                corrupt.append(page)
 
         self._in_parallel(copy_out, len(local), sum(moves[at].size for at in local))
         for page in corrupt:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,11 @@ from hicache_mooncake.memory import Extent, Memory
 from hicache_mooncake.node.pages import Move
 from hicache_mooncake.protocol.fence import SLOTS, Fence
 from hicache_mooncake.protocol.messages import Pages, Region
-from hicache_mooncake.radix_bridge import object_keys, printable_hash
+from hicache_mooncake.radix_bridge import object_keys, printable_hashes
+
+# The constructors of these tuples without their Python wrappers: a large request makes hundreds of both.
+_extent: Callable[[tuple[Memory, int, int]], Extent] = partial(tuple.__new__, Extent)
+_move: Callable[[tuple[str, int, Sequence[Extent]]], Move] = partial(tuple.__new__, Move)
 
 
 class Lent:
@@ -99,7 +105,7 @@ def moves_of(group: Pages, regions: Sequence[Lent]) -> list[Move]:
 
     Raises ``ProtocolError`` when an extent lies outside what the engine lent.
     """
-    keys = object_keys(group.keys.digest, map(printable_hash, group.keys.hashes), group.keys.parts)
+    keys = object_keys(group.keys.digest, printable_hashes(group.keys.hashes), group.keys.parts)
     if not keys:
         return []
     lengths = group.lengths
@@ -112,8 +118,8 @@ def moves_of(group: Pages, regions: Sequence[Lent]) -> list[Move]:
             return [
                 Move(key, size, _each(row, lengths, regions)) for key, row in zip(keys, addresses.tolist(), strict=True)
             ]
-        columns.append([Extent(memory, offset, length) for offset in offsets])
-    return [Move(key, size, extents) for key, extents in zip(keys, zip(*columns, strict=True), strict=True)]
+        columns.append(list(map(_extent, zip(repeat(memory), offsets, repeat(length)))))
+    return list(map(_move, zip(keys, repeat(size), zip(*columns, strict=True), strict=False)))
 
 
 def _translate(
