@@ -82,7 +82,12 @@ class Node:
             undo.callback(self.directory.close)
             self.directory.open()
             self.sync = DirectorySync(self.directory, self.describe, self.counters, heartbeat=settings.heartbeat)
-            self.store = DramStore(memory, high_watermark=settings.high_watermark, forget_in_directory=self.sync.forget)
+            self.store = DramStore(
+                memory,
+                capacity=settings.segment_size,
+                high_watermark=settings.high_watermark,
+                forget_in_directory=self.sync.forget,
+            )
             transport = TcpTransport()
             self.peers = Peers(transport, credentials, self.sync.others)
             self.pages = PageService(

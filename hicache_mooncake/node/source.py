@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from hicache_mooncake.memory import checksum
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
+from hicache_mooncake.node.allocator import Span
 from hicache_mooncake.node.index import Page
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.store import DramStore
-from hicache_mooncake.transfer.base import PinnedPage
+from hicache_mooncake.transfer.base import PinnedPage, Room
 
 
 class StoreSource:
@@ -42,6 +43,40 @@ class StoreSource:
         """Let go of pages that :meth:`pin` returned."""
         self._store.unpin([page.handle for page in pages if isinstance(page.handle, Page)])
 
+    def holds(self, keys: Sequence[str]) -> list[bool]:
+        """Which pages are here."""
+        return self._store.contains(keys)
+
+    def make_room(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Room | None]:
+        """Room for another node's pages that are not here, as far as nothing has to go for it."""
+        held = self._store.contains(keys)
+        wanted = [at for at, here in enumerate(held) if not here]
+        rooms: list[Room | None] = [None] * len(keys)
+        for at, spans in zip(wanted, self._store.reserve_free([sizes[at] for at in wanted]), strict=True):
+            if spans is not None:
+                rooms[at] = Room(keys[at], sizes[at], self._store.extents(spans), spans)
+        return rooms
+
+    def keep(self, rooms: Sequence[Room], checksums: Sequence[int]) -> list[bool]:
+        """Store what arrived whole; a page that somebody else stored here meanwhile is kept as it is."""
+        right = [checksum(room.key, room.extents) == given for room, given in zip(rooms, checksums, strict=True)]
+        self.give_up([room for room, whole in zip(rooms, right, strict=True) if not whole])
+        pages = [
+            Page(room.key, room.size, given, _spans(room), room.extents)
+            for room, given, whole in zip(rooms, checksums, right, strict=True)
+            if whole
+        ]
+        fresh = [page for page, inserted in zip(pages, self._store.commit(pages), strict=True) if inserted]
+        if fresh:
+            self._sync.publish([page.key for page in fresh], [page.size for page in fresh])
+        self._counters.add(taken_pages=len(fresh), taken_corrupt=len(rooms) - len(pages))
+        return right
+
+    def give_up(self, rooms: Sequence[Room]) -> None:
+        """Free rooms whose pages did not arrive."""
+        for room in rooms:
+            self._store.cancel(_spans(room))
+
     def clear(self, digests: Sequence[str]) -> int:
         """Drop every page of these namespaces."""
         return self._pages.clear_here(digests)
@@ -58,3 +93,8 @@ class StoreSource:
             self._store.drop(page)
         self._counters.add(corrupt_dropped=len(rotten))
         return len(rotten)
+
+
+def _spans(room: Room) -> tuple[Span, ...]:
+    assert isinstance(room.handle, tuple)
+    return room.handle

@@ -21,10 +21,15 @@ class DramStore:
     """Thread-safe. ``forget_in_directory`` is called without the lock, with the keys that were just made invisible."""
 
     def __init__(
-        self, segment: Memory, *, high_watermark: float, forget_in_directory: Callable[[Sequence[str]], None]
+        self,
+        segment: Memory,
+        *,
+        capacity: int | None = None,
+        high_watermark: float,
+        forget_in_directory: Callable[[Sequence[str]], None],
     ) -> None:
         self.segment = segment
-        self._allocator = ExtentAllocator(segment.size)
+        self._allocator = ExtentAllocator(segment.size if capacity is None else capacity)
         self._index = PageIndex()
         self._lock = threading.Lock()
         self._watermark = int(self._allocator.capacity * high_watermark)
@@ -94,6 +99,15 @@ class DramStore:
             with self._lock:
                 spans = [got or self._allocator.allocate(size) for got, size in zip(spans, sizes, strict=True)]
         return spans
+
+    def reserve_free(self, sizes: Sequence[int]) -> list[tuple[Span, ...] | None]:
+        """Memory for pages of other nodes: nothing is evicted for them, and the watermark holds."""
+        reserved: list[tuple[Span, ...] | None] = []
+        with self._lock:
+            for size in sizes:
+                fits = self._allocator.used_bytes + ExtentAllocator.footprint(size) <= self._watermark
+                reserved.append(self._allocator.allocate(size) if fits else None)
+        return reserved
 
     def extents(self, spans: tuple[Span, ...]) -> tuple[Extent, ...]:
         """Where reserved spans lie in memory."""
