@@ -97,6 +97,7 @@ class Node:
                 self.counters,
                 copy_threads=settings.copy_threads or default_copy_threads(),
                 verify=settings.verify == "always",
+                watermark=settings.high_watermark,
             )
             undo.callback(self.pages.close)
             source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from hicache_mooncake.errors import ProtocolError
 from hicache_mooncake.memory import Extent, Memory
-from hicache_mooncake.node.pages import Move
+from hicache_mooncake.node.moves import Move
 from hicache_mooncake.protocol.fence import SLOTS, Fence
 from hicache_mooncake.protocol.messages import Pages, Region
 from hicache_mooncake.radix_bridge import object_keys, printable_hashes

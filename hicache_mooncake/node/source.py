@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hicache_mooncake.memory import checksum
+from hicache_mooncake.node.allocator import Span
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
-from hicache_mooncake.node.allocator import Span
 from hicache_mooncake.node.index import Page
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.store import DramStore
@@ -68,7 +68,8 @@ class StoreSource:
         ]
         fresh = [page for page, inserted in zip(pages, self._store.commit(pages), strict=True) if inserted]
         if fresh:
-            self._sync.publish([page.key for page in fresh], [page.size for page in fresh])
+            others = self._sync.publish([page.key for page in fresh], [page.size for page in fresh])
+            self._pages.drop_surplus([page for page, count in zip(fresh, others, strict=True) if count])
         self._counters.add(taken_pages=len(fresh), taken_corrupt=len(rooms) - len(pages))
         return right
 

@@ -171,3 +171,42 @@ def test_a_stopped_node_leaves_no_key_behind(redis_url: str) -> None:
             assert node.stop() == 0
             assert time.monotonic() - started < 10
         assert not list(client.scan_iter("hcm:leave:o:*")) and not list(client.scan_iter("hcm:leave:node:*"))
+
+
+def test_a_full_node_spills_to_one_with_room(redis_url: str) -> None:
+    small: dict[str, object] = {"segment_size": "4MiB", "pool": "spill"}
+    large: dict[str, object] = {"segment_size": "64MiB", "pool": "spill"}
+    with (
+        running(NodeProcess(redis_url, "small", small), NodeProcess(redis_url, "large", large)) as (a, b),
+        Engine(a.socket, pool="spill", pages=512) as full,
+        Engine(b.socket, pool="spill", pages=512) as roomy,
+    ):
+        eventually(lambda: full.stats()["nodes"] == 2)
+        written: list[str] = []
+        for batch in range(30):  # 30 x 16 pages of 64 KiB: 30 MiB through 4 MiB
+            names = hashes(f"spill{batch}", 16)
+            full.store(names)
+            written += names
+        stats = full.stats()
+        assert stats["put_spilled"] >= 16 * 5 and stats["evicted"] > 0
+        assert roomy.stats()["taken_pages"] == stats["put_spilled"] == roomy.stats()["pages"]
+        kept = full.check(written)  # read back from both nodes, byte for byte
+        assert sum(kept) >= stats["put_spilled"] and full.stats()["get_remote"] >= stats["put_spilled"]
+        assert sum(roomy.check(written)) == sum(kept)
+
+
+def test_a_node_without_memory_stores_on_others(redis_url: str, staged: bool) -> None:
+    client: dict[str, object] = {"segment_size": 0, "pool": "client"}
+    store: dict[str, object] = {"pool": "client"}
+    with (
+        running(NodeProcess(redis_url, "client", client), NodeProcess(redis_url, "store", store)) as (a, b),
+        Engine(a.socket, pool="client", staged=staged) as engine,
+    ):
+        names = hashes("client", 40)
+        eventually(lambda: engine.stats()["nodes"] == 2)
+        engine.store(names)
+        assert all(engine.check(names))
+        assert engine.stats()["pages"] == 0
+        b.kill()
+        eventually(lambda: engine.stats()["nodes"] == 1)
+        assert not any(engine.exists(names)) and not any(engine.put(hashes("nowhere", 4)))

@@ -1,0 +1,36 @@
+"""Threads that share the copying of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+
+PARALLEL_FROM = 4 << 20
+"""Bytes of a batch from which it is copied by several threads: below, handing over costs more than it brings."""
+
+
+class CopyLanes:
+    """``threads`` in all, the caller's own among them. Thread-safe."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._others = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="hcm-copy")
+
+    def run(self, work: Callable[[int], None], count: int, size: int) -> None:
+        """``work(0)`` .. ``work(count - 1)``, over threads when ``size`` bytes are worth it; ends when all have."""
+        lanes = max(1, min(self._threads, count, size // PARALLEL_FROM))
+
+        def lane(first: int) -> None:
+            for at in range(first, count, lanes):
+                work(at)
+
+        others = [self._others.submit(lane, first) for first in range(1, lanes)]
+        try:
+            lane(0)
+        finally:
+            wait(others)
+        for future in others:
+            future.result()
+
+    def close(self) -> None:
+        self._others.shutdown()

@@ -1,0 +1,65 @@
+"""Which other nodes hold a page, as far as they can be used now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hicache_mooncake.errors import Unavailable
+from hicache_mooncake.metadata.records import ObjectRecord
+from hicache_mooncake.node.counters import Counters
+from hicache_mooncake.node.directory_sync import DirectorySync
+from hicache_mooncake.node.peers import Peers
+from hicache_mooncake.node.store import DramStore
+
+LOOKUP_CHUNK = 512
+"""Keys an existence query looks up at a time: a miss near the front of a long prompt costs one short call."""
+
+
+class Lookup:
+    """Thread-safe. Asks the own store first, then Redis."""
+
+    def __init__(self, store: DramStore, sync: DirectorySync, peers: Peers, counters: Counters) -> None:
+        self._store = store
+        self._sync = sync
+        self._peers = peers
+        self._counters = counters
+
+    def exists(self, keys: Sequence[str], deadline: float, *, stop_at_miss: bool) -> bytearray:
+        """One byte a key, 1 where a live node holds it. With ``stop_at_miss`` what follows the first miss stays 0."""
+        found = bytearray(len(keys))
+        for start in range(0, len(keys), LOOKUP_CHUNK):
+            chunk = keys[start : start + LOOKUP_CHUNK]
+            here = self._exists_chunk(chunk, deadline)
+            found[start : start + len(chunk)] = here
+            if stop_at_miss and not all(here):
+                break
+        self._counters.add(exists_asked=len(keys), exists_found=sum(found))
+        return found
+
+    def _exists_chunk(self, keys: Sequence[str], deadline: float) -> bytes:
+        here = self._store.contains(keys)
+        missing = [position for position, held in enumerate(here) if not held]
+        if missing and time.monotonic() < deadline:
+            for position, nodes in zip(missing, self.holders([keys[at] for at in missing]), strict=True):
+                here[position] = bool(nodes)
+        return bytes(here)
+
+    def holders(self, keys: Sequence[str]) -> list[list[str]]:
+        """For each key the usable nodes that hold it; nobody where Redis does not answer."""
+        try:
+            records = self._sync.lookup(keys)
+            self._meet_newcomers(records)
+        except Unavailable:
+            self._counters.add(directory_errors=1)
+            return [[] for _ in keys]
+        usable = self._peers.usable()
+        return [self._peers.holders(record, usable) for record in records]
+
+    def _meet_newcomers(self, records: Sequence[ObjectRecord | None]) -> None:
+        first = next((record for record in records if record is not None), None)
+        if first is not None:
+            own = self._sync.holder
+            self._sync.refresh_unknown(
+                holder.partition("/")[0] for holder in first.holders if holder != own and "~" in holder
+            )

@@ -1,0 +1,173 @@
+"""Get: a page comes from the own segment, else from one of its holders, and is checked when it has arrived."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Executor, wait
+
+from hicache_mooncake.errors import HiCacheMooncakeError
+from hicache_mooncake.memory import copy_and_check, copy_extents
+from hicache_mooncake.node.counters import Counters
+from hicache_mooncake.node.index import Page
+from hicache_mooncake.node.lanes import CopyLanes
+from hicache_mooncake.node.lookup import LOOKUP_CHUNK, Lookup
+from hicache_mooncake.node.moves import Move, Wanted
+from hicache_mooncake.node.peers import Peers
+from hicache_mooncake.node.store import DramStore
+from hicache_mooncake.protocol.messages import Status
+from hicache_mooncake.transfer.base import Outcome, PageRead, Peer
+
+logger = logging.getLogger(__name__)
+
+
+class PageReader:
+    """Fetches pages from the own segment and from other nodes. Thread-safe. ``readers`` runs reads from peers."""
+
+    def __init__(
+        self,
+        store: DramStore,
+        lookup: Lookup,
+        peers: Peers,
+        lanes: CopyLanes,
+        readers: Executor,
+        counters: Counters,
+        *,
+        verify: bool,
+    ) -> None:
+        self._store = store
+        self._lookup = lookup
+        self._peers = peers
+        self._lanes = lanes
+        self._readers = readers
+        self._counters = counters
+        self._verify = verify
+
+    def get(self, moves: Sequence[Move], wanted: Wanted, deadline: float) -> bytearray:
+        """Fetch objects into place; one status each. Pages that are not ``OK`` may hold anything."""
+        statuses = bytearray([Status.ABSENT]) * len(moves)
+        pinned = self._store.pin([move.key for move in moves])
+        local = [position for position, page in enumerate(pinned) if page is not None]
+        try:
+            self._get_local(moves, pinned, local, statuses, wanted, deadline)
+        finally:
+            self._store.unpin(pinned)
+        hits = sum(1 for position in local if statuses[position] == Status.OK)
+        missing = [
+            position for position, page in enumerate(pinned) if page is None or statuses[position] == Status.CORRUPT
+        ]
+        remote = self._get_remote(moves, missing, statuses, wanted, deadline) if missing else 0
+        self._counters.add_statuses("get", statuses, ok_as={"local": hits, "remote": remote})
+        return statuses
+
+    def _get_local(
+        self,
+        moves: Sequence[Move],
+        pinned: Sequence[Page | None],
+        local: Sequence[int],
+        statuses: bytearray,
+        wanted: Wanted,
+        deadline: float,
+    ) -> None:
+        if not local:
+            return
+        corrupt: list[Page] = []
+
+        def copy_out(at: int) -> None:
+            position = local[at]
+            page, move = pinned[position], moves[position]
+            assert page is not None
+            if page.size != move.size:
+                statuses[position] = Status.SIZE
+            elif time.monotonic() > deadline:
+                statuses[position] = Status.TIMEOUT
+            elif not wanted():
+                statuses[position] = Status.REVOKED
+            elif not self._verify:
+                copy_extents(move.extents, page.extents)
+                statuses[position] = Status.OK
+            elif copy_and_check(move.key, move.extents, page.extents) == page.checksum:
+                statuses[position] = Status.OK
+            else:
+                statuses[position] = Status.CORRUPT
+                corrupt.append(page)
+
+        self._lanes.run(copy_out, len(local), sum(moves[at].size for at in local))
+        for page in corrupt:
+            self._store.drop(page)
+        self._counters.add(
+            get_local_bytes=sum(moves[at].size for at in local if statuses[at] == Status.OK),
+            corrupt_dropped=len(corrupt),
+        )
+
+    def _get_remote(
+        self,
+        moves: Sequence[Move],
+        missing: Sequence[int],
+        statuses: bytearray,
+        wanted: Wanted,
+        deadline: float,
+    ) -> int:
+        """Read from other nodes, each page from one holder after the other until one delivers or time is up."""
+        holders = dict(zip(missing, self._lookup.holders([moves[at].key for at in missing]), strict=True))
+        for nodes in holders.values():
+            random.shuffle(nodes)
+        got = 0
+        while True:
+            by_peer: defaultdict[str, list[int]] = defaultdict(list)
+            for position, nodes in holders.items():
+                if nodes and statuses[position] != Status.OK:
+                    by_peer[nodes.pop()].append(position)
+            if not by_peer or not wanted():
+                return got
+            now = time.monotonic()
+            if now > deadline:
+                for positions in by_peer.values():
+                    for position in positions:
+                        statuses[position] = Status.TIMEOUT
+                return got
+            more = any(nodes for nodes in holders.values())
+            until = now + (deadline - now) / 2 if more else deadline  # leave time for the next replica
+            reads = [(positions, node_id, until) for node_id, positions in by_peer.items()]
+            futures = [self._readers.submit(self._read_peer, moves, statuses, *read) for read in reads[1:]]
+            try:
+                got += self._read_peer(moves, statuses, *reads[0])
+            finally:
+                wait(futures)
+            got += sum(future.result() for future in futures)
+
+    def _read_peer(
+        self, moves: Sequence[Move], statuses: bytearray, positions: Sequence[int], node_id: str, until: float
+    ) -> int:
+        peer = self._peers.get(node_id)
+        if peer is None or time.monotonic() > until:
+            for position in positions:
+                statuses[position] = Status.FAILED
+            return 0
+        outcomes = peer.read([PageRead(*moves[position]) for position in positions], until, self._verify)
+        size = got = 0
+        for position, outcome in zip(positions, outcomes, strict=True):
+            statuses[position] = Status(outcome)
+            if outcome == Outcome.OK:
+                got += 1
+                size += moves[position].size
+        if not got and any(outcome in (Outcome.FAILED, Outcome.TIMEOUT) for outcome in outcomes):
+            self._peers.failed(node_id, peer.failure)
+        else:
+            self._peers.succeeded(node_id)
+        self._counters.add(get_remote_bytes=size)
+        corrupt = [moves[at].key for at, outcome in zip(positions, outcomes, strict=True) if outcome == Outcome.CORRUPT]
+        if corrupt:
+            self._doubt(peer, corrupt, until)
+        return got
+
+    def _doubt(self, peer: Peer, keys: Sequence[str], until: float) -> None:
+        """Have the owner look at pages that arrived corrupt, so that the next reader does not get them too."""
+        try:
+            for start in range(0, len(keys), LOOKUP_CHUNK):
+                peer.doubt(keys[start : start + LOOKUP_CHUNK], until)
+        except HiCacheMooncakeError as error:
+            logger.warning("node %s was not told of %d corrupt pages: %s", peer.node_id, len(keys), error)
