@@ -17,7 +17,8 @@ from hicache_mooncake import __version__
 from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError, ProtocolError, Unavailable
 from hicache_mooncake.memory import Memory
 from hicache_mooncake.node.counters import Counters
-from hicache_mooncake.node.pages import CHECK_MARGIN, Move, PageService
+from hicache_mooncake.node.moves import Move
+from hicache_mooncake.node.pages import CHECK_MARGIN, PageService
 from hicache_mooncake.node.session import Lent, Session, moves_of
 from hicache_mooncake.protocol import messages as m
 from hicache_mooncake.protocol.channel import Channel, close_all, socket_address
@@ -35,6 +36,9 @@ OPENING_TIMEOUT = 5.0
 
 CLOSE_WAIT = 5.0
 """Seconds a stopping node gives to the requests under way; each ends with its current page, once it is cut off."""
+
+_SAY_AGAIN = 10.0
+"""Seconds after which the log repeats that connections are refused."""
 
 _ACCEPT_PAUSE = 0.1
 """Seconds to wait when the process is out of descriptors or threads: retrying at once would only spin."""
@@ -71,6 +75,7 @@ class EngineServer:
         self._sessions: dict[bytes, Session] = {}
         self._channels: dict[Channel, threading.Thread] = {}
         self._closing = False
+        self._refused_at = -_SAY_AGAIN
         self.idle_since = time.monotonic()
         self.served = False  # whether any engine has been here
         self._listener = listener
@@ -103,8 +108,7 @@ class EngineServer:
             except OSError as error:
                 if self._closing:
                     return
-                logger.warning("accepting an engine failed: %s", error)
-                time.sleep(_ACCEPT_PAUSE)
+                self._refused(str(error))
                 continue
             self._admit(Channel(sock))
 
@@ -123,8 +127,14 @@ class EngineServer:
                     refusal = str(error)
         channel.close()
         if refusal:
-            logger.warning("an engine's connection is refused: %s", refusal)
-            time.sleep(_ACCEPT_PAUSE)
+            self._refused(refusal)
+
+    def _refused(self, why: str) -> None:
+        now = time.monotonic()
+        if now - self._refused_at > _SAY_AGAIN:
+            self._refused_at = now
+            logger.warning("an engine's connection is refused: %s", why)
+        time.sleep(_ACCEPT_PAUSE)
 
     def _serve(self, channel: Channel) -> None:
         try:
