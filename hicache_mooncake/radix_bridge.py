@@ -29,8 +29,10 @@ def namespace_seed(extra_key: str | None = None, cache_salt: str | None = None) 
     """The page hash that stands before the first page: None for plain requests.
 
     ``extra_key`` carries a LoRA adapter's id, ``cache_salt`` a tenant's salt. Same rule as SGLang 0.5.23's
-    ``storage_namespace_seed``: presence and byte length are framed, so joined parts cannot alias.
+    ``storage_namespace_seed``: presence and byte length are framed, so joined parts cannot alias. An empty salt is
+    none, as in SGLang's ``RadixKey``.
     """
+    cache_salt = cache_salt or None
     if extra_key is None and cache_salt is None:
         return None
     digest = hashlib.sha256(b"sglang-cache-namespace-v1")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from testbed import SITE, environment
-from tests.backend.rig import Rig
+from tests.backend.rig import Rig, load_sglang
 from tests.pool import NodeProcess, running
 
 
@@ -20,12 +19,7 @@ def sglang() -> Iterator[None]:
     if reason := environment.missing():
         pytest.skip(reason)
     before = dict(os.environ)
-    os.environ.update({**environment.server_environment(), "PYTHONWARNINGS": before.get("PYTHONWARNINGS", "")})
-    sys.path.insert(0, str(SITE))
-    runpy.run_path(str(SITE / "sitecustomize.py"))
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
+    load_sglang()
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -5,14 +5,28 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import os
+import runpy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from testbed import SITE, environment
 from tests.pool import NodeProcess
 
 _numbers = itertools.count()
 
 BLANK = b"\xee"
+
+
+def load_sglang() -> None:
+    """Make SGLang's classes importable and usable in this process, without a GPU."""
+    os.environ.update({**environment.server_environment(), "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "")})
+    sys.path.insert(0, str(SITE))
+    runpy.run_path(str(SITE / "sitecustomize.py"))
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
 
 
 class Rig:
