@@ -96,7 +96,10 @@ class NodeProcess:
 
     def _at_rest(self) -> bool:
         tasks = Path(f"/proc/{self.pid}/task")
-        return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "TZ" for task in tasks.iterdir())
+        try:
+            return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "TZ" for task in tasks.iterdir())
+        except OSError:
+            return False  # a thread ended meanwhile: look again
 
     def thaw(self) -> None:
         self.signal(signal.SIGCONT)

@@ -138,8 +138,8 @@ class StallingProxy:
             self._start(self._pump, server, client, True)
 
     def _pump(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
-        sink.settimeout(_TICK)
         try:
+            sink.settimeout(_TICK)
             while True:
                 allowed = self._allowance(counted)
                 if allowed < 0:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -97,16 +96,13 @@ class NodeFinder:
             assert child.stdin is not None
             with suppress(BrokenPipeError), child.stdin as pipe:
                 pipe.write(json.dumps(self._settings.explicit()).encode())
+            # A node that is late is left to come up: it has the socket already, so the next attempt finds it, and if
+            # there is none it ends as any node that nobody uses.
             self._follow(_report(ready, deadline))
-        except BaseException:
-            # The child and its own child, which becomes the node, are the session that was made for them. The child
-            # was not waited for yet, so the number is still theirs. A node that is late takes its leave properly.
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGTERM)
-            raise
         finally:
             os.close(ready)
-            child.wait()  # it ends as soon as the node is on its own
+            # The child ends as soon as the node, its own child, has detached itself.
+            threading.Thread(target=child.wait, name="hcm-reap", daemon=True).start()
 
     def _follow(self, report: dict[str, Any]) -> None:
         if report.get("state") == "ready":

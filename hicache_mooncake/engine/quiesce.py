@@ -18,8 +18,12 @@ logger = logging.getLogger(__name__)
 _CREDENTIALS = struct.Struct("3i")
 _POLL = 0.001
 
-KILL_GRACE = 0.1
-"""Seconds past a call's deadline before a node is killed: on a busy host one may be slow and not stuck."""
+FROZEN_GRACE = 0.1
+"""Seconds past a call's deadline before a node that is stopped (SIGSTOP, a debugger) is killed."""
+
+SLOW_GRACE = 1.0
+"""The same for one that runs: on a busy host it is slow and not stuck, and killing it costs the host its whole cache,
+where a late call costs one batch."""
 
 
 class NodeProcess:
@@ -51,6 +55,15 @@ class NodeProcess:
         poller.register(self._fd, select.POLLIN)
         return bool(poller.poll(timeout * 1000))
 
+    def stopped(self) -> bool:
+        """Whether the process is stopped and goes on only if somebody continues it."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except OSError:
+            return False  # gone, which its descriptor says too
+        return state in (b"T", b"t")
+
     def kill(self) -> None:
         """End the process, whatever it does."""
         with suppress(ProcessLookupError):
@@ -65,13 +78,14 @@ class NodeProcess:
 def wait_for_silence(fence: Fence, slot: int, request: int, node: NodeProcess, deadline: float) -> None:
     """Return when nothing can write into the pages of a revoked ``request`` any more.
 
-    The node stops by itself within one page's copy, or one read's deadline, which is before the engine's. One that is
-    frozen in the middle of it does not, and is killed ``KILL_GRACE`` after ``deadline`` (monotonic seconds): its pages
-    are a cache, what the engine computes from its own is not. A killed process may take a moment to go; returning
-    earlier than that would be the one wrong thing to do. Only for a node that can be stopped.
+    The node stops by itself within one page's copy, or one read's deadline, which is before the engine's ``deadline``
+    (monotonic seconds). One that is frozen in the middle of it does not, and is killed: its pages are a cache, what the
+    engine computes from its own is not. A killed process may take a moment to go; returning earlier than that would be
+    the one wrong thing to do. Only for a node that can be stopped.
     """
     while fence.writing(slot, request) and not node.exited(_POLL):
-        if time.monotonic() > deadline + KILL_GRACE:
+        late = time.monotonic() - deadline
+        if late > SLOW_GRACE or (late > FROZEN_GRACE and node.stopped()):
             logger.error(
                 "node process %d is stuck while it writes into pages of this engine: killing it, it holds a cache only",
                 node.pid,

@@ -127,7 +127,8 @@ class NodeSession:
                 logger.warning("node %s is gone: every page is a miss until there is one", link.welcome.node_id)
             link.close()
         try:
-            renewed = self._open_link(time.monotonic() + OPEN_TIMEOUT)
+            timeout = ATTACH_TIMEOUT if self._finder.may_start else OPEN_TIMEOUT
+            renewed = self._open_link(time.monotonic() + timeout)
         except (HiCacheMooncakeError, OSError) as error:
             if not self._closed:
                 self._say(f"no node yet: {error}")
@@ -155,9 +156,10 @@ class NodeSession:
         if link is not None:
             link.close()
         if self._renewer is not None:
-            self._renewer.join(timeout=2 * OPEN_TIMEOUT)
-        close_all([region.fd for region in self._regions])
-        self._regions = []
+            self._renewer.join(timeout=1.0)  # one that waits for a node notices later, and touches nothing of ours
+        with self._lock:
+            regions, self._regions = self._regions, []
+        close_all([region.fd for region in regions])
 
     @property
     def connected(self) -> bool:

@@ -34,6 +34,8 @@ class Channel:
             while frame:
                 self._wait_until(deadline)
                 frame = frame[self.sock.send(frame) :]
+        except TimeoutError as error:
+            raise Unavailable("the other side of the unix socket takes nothing: the deadline passed") from error
         except OSError as error:
             raise Unavailable(f"the other side of the unix socket is gone: {error}") from error
 
@@ -48,6 +50,9 @@ class Channel:
             self._fill(memoryview(header), deadline, descriptors)
             body = bytearray(frame_length(header))
             self._fill(memoryview(body), deadline, descriptors)
+        except TimeoutError as error:
+            close_all(descriptors)
+            raise Unavailable("no answer on the unix socket before the deadline") from error
         except OSError as error:
             close_all(descriptors)
             raise Unavailable(f"the other side of the unix socket is gone: {error}") from error

@@ -1,4 +1,4 @@
-"""A session over the life of nodes: killed, started again, frozen, refused. Calls are misses, in time; then all heals."""
+"""A session over the life of nodes: killed, started again, frozen, refused. Calls miss, in time; then all heals."""
 
 from __future__ import annotations
 
