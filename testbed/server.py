@@ -196,9 +196,10 @@ class SGLangServer:
         started = time.monotonic()
         while not self._answers():
             if environment.has_exited(self._pidfd) or time.monotonic() - started > within:
-                what = "died while starting" if environment.has_exited(self._pidfd) else "did not become ready"
+                exited = environment.has_exited(self._pidfd)
+                what = "died while starting" if exited else f"did not become ready within {within:.0f} s"
                 self.kill()
-                raise ServerFailed(f"SGLang {what} within {within:.0f} s; the end of its log:\n{self.log_tail()}")
+                raise ServerFailed(f"SGLang {what}; the end of its log:\n{self.log_tail()}")
             if progress:
                 seen = self._report(seen, progress)
             time.sleep(POLL)

@@ -85,7 +85,8 @@ class EngineServer:
     @property
     def sessions(self) -> int:
         """Engines attached now."""
-        return len(self._sessions)
+        with self._lock:
+            return sum(session.engine for session in self._sessions.values())
 
     def close(self) -> None:
         """Stop serving: requests under way end, their engines see the connection close."""
@@ -171,11 +172,12 @@ class EngineServer:
         if hello.pool != self._pool:
             channel.send(m.Refused(f"this node is of pool {self._pool!r}, not {hello.pool!r}"), time.monotonic() + 1)
             return
-        session = Session(secrets.token_bytes(16), hello.label)
+        session = Session(secrets.token_bytes(16), engine=hello.engine)
+        level = logging.INFO if hello.engine else logging.DEBUG
         with self._lock:
             self._sessions[session.token] = session
-            self.served = True
-        logger.info("engine %s attached", session.label)
+            self.served = self.served or hello.engine
+        logger.log(level, "engine %s attached", hello.label)
         try:
             channel.send(m.Welcome(self._node_id, session.token, __version__, self._redis_place))
             while True:
@@ -188,10 +190,10 @@ class EngineServer:
         finally:
             with self._lock:
                 self._sessions.pop(session.token, None)
-                if not self._sessions:
+                if hello.engine:
                     self.idle_since = time.monotonic()
             session.end()
-            logger.info("engine %s detached", session.label)
+            logger.log(level, "engine %s detached", hello.label)
 
     def _control(self, session: Session, request: m.Request, descriptors: list[int]) -> m.Reply:
         if isinstance(request, m.Attach):

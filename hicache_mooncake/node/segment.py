@@ -27,7 +27,7 @@ def create(size: int, *, huge_pages: str) -> Memory:
         raise ConfigError(
             "huge_pages",
             "on",
-            f"{size} bytes of free 2 MiB pages are needed, the host has {huge_free}",
+            f"{size >> 20} MiB of free 2 MiB pages are needed, the host has {huge_free >> 20} MiB",
             hint=f"sysctl vm.nr_hugepages={-(-size // memory.HUGE_PAGE)}, or huge_pages=auto",
         )
     available = available_memory()
@@ -35,8 +35,8 @@ def create(size: int, *, huge_pages: str) -> Memory:
     if not use_huge and size + HOST_RESERVE > available:
         raise ConfigError(
             "segment_size",
-            size,
-            f"the host and its cgroup have {max(0, available - HOST_RESERVE)} bytes to give",
+            f"{size >> 20} MiB",
+            f"the host and its cgroup have {max(0, available - HOST_RESERVE) >> 20} MiB to give",
             hint="lower segment_size, or give the container more memory",
         )
     segment = memory.create("hicache-mooncake-segment", max(size, GRANULE), huge=use_huge)

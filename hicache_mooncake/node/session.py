@@ -34,9 +34,9 @@ class Lent:
 class Session:
     """Closed, and everything unmapped, when the engine's first connection is gone and the last request has ended."""
 
-    def __init__(self, token: bytes, label: str) -> None:
+    def __init__(self, token: bytes, *, engine: bool) -> None:
         self.token = token
-        self.label = label
+        self.engine = engine
         self.fence: Fence | None = None
         self.regions: list[Lent] = []
         self._slots: set[int] = set()

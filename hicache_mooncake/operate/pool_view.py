@@ -28,7 +28,7 @@ class LocalNode:
         deadline = time.monotonic() + ASK_WITHIN
         self._channel = Channel(NodeFinder(settings).dial(deadline))
         try:
-            self._channel.send(m.Hello(m.VERSION, settings.pool, "hicache-mooncake CLI"), deadline)
+            self._channel.send(m.Hello(m.VERSION, settings.pool, "CLI", engine=False), deadline)
             welcome = self._answer(deadline)
             if not isinstance(welcome, m.Welcome):
                 raise ProtocolError(

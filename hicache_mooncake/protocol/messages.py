@@ -46,11 +46,15 @@ class Message(msgspec.Struct, tag_field="op", omit_defaults=True):
 
 
 class Hello(Message, tag="hello"):
-    """First frame of a connection that opens a session: who is calling."""
+    """First frame of a connection that opens a session: who is calling.
+
+    A caller that is no ``engine`` only asks; a node that was started for engines does not live on for it.
+    """
 
     version: int
     pool: str
     label: str
+    engine: bool = True
 
 
 class Welcome(Message, tag="welcome"):
