@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache_mooncake import __version__
 from hicache_mooncake.config import Settings
-from hicache_mooncake.engine import flat_pages, identity
+from hicache_mooncake.engine import flat_pages, identity, weights
 from hicache_mooncake.engine.hit_policy import PoolQuery, leading_run, restorable
 from hicache_mooncake.engine.host_pools import HostPool, is_logical, is_rank_sharded
 from hicache_mooncake.engine.launch import NodeFinder
@@ -31,7 +31,7 @@ from hicache_mooncake.engine.lending import lendable
 from hicache_mooncake.engine.session import NodeSession
 from hicache_mooncake.engine.stats import EngineStats
 from hicache_mooncake.engine.transfers import Batch, PageMover
-from hicache_mooncake.errors import ConfigError
+from hicache_mooncake.errors import ConfigError, Unavailable
 from hicache_mooncake.protocol import messages as m
 from hicache_mooncake.radix_bridge import printable_hash
 
@@ -52,6 +52,7 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self.settings = Settings.load(storage_config.extra_config)
         self._deployment = identity.deployment(storage_config, self.settings)
+        self._weights = weights.claim(*(self._deployment[name] for name in ("revision", "model", "weight_version")))
         self._finder = NodeFinder(self.settings)
         label = identity.label(storage_config)
         self._session = NodeSession(
@@ -290,6 +291,7 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         pool = self._pools.get(_KV)
         if pool is None or not self._flat_digest:
             raise ValueError("tensors are stored for SGLang's generic interface only: dynamic, without interface_v1")
+        self._check_weights()
         return m.Keys(self._flat_digest, ["+".join(pool.shards.parts)], [printable_hash(key) for key in keys])
 
     # -- the rest of the contract
@@ -329,11 +331,19 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         return hasattr(self, "mem_pool_host") and is_logical(self.mem_pool_host) and bool(self._pools)
 
     def _keys(self, name: str, hashes: list[str]) -> m.Keys:
+        self._check_weights()
         parts = list(self._pools[name].shards.parts)
         return m.Keys(self._digests[name], parts, [printable_hash(page_hash) for page_hash in hashes])
 
     def _kv_keys(self, hashes: list[str]) -> m.Keys:
         return self._flat_keys(hashes) if self._stores_tensors else self._keys(_KV, hashes)
+
+    def _check_weights(self) -> None:
+        if weights.updates() != self._weights:
+            raise Unavailable(
+                "the weights were replaced since this backend was attached",
+                hint="detach it and attach it again with another 'revision'",
+            )
 
     def _batch(self, name: str, keys: list[str], host_indices: Any) -> Batch:
         pool = self._pools.get(name)

@@ -1,4 +1,4 @@
-"""Page hashes, namespaces and object keys never alias. That page hashes are SGLang's is tested in tests/backend."""
+"""Page hashes, namespaces and object keys never alias. That the hashes are SGLang's is tested in tests/backend."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def rank(**fields: int | bool) -> SimpleNamespace:
 def test_split_heads_let_tp4_read_what_tp2_wrote() -> None:
     tp2 = [rank(tp_rank=r, tp_size=2, head_shards=4) for r in range(2)]
     tp4 = [rank(tp_rank=r, tp_size=4, head_shards=4) for r in range(4)]
-    assert [part for r in tp2 for part in r.parts] == [part for r in tp4 for part in r.parts] == ["h0", "h1", "h2", "h3"]
+    parts = [[part for r in ranks for part in r.parts] for ranks in (tp2, tp4)]
+    assert parts == [["h0", "h1", "h2", "h3"]] * 2
     assert tp2[0].fields == tp4[0].fields != rank(tp_rank=0, tp_size=2).fields
 
 

@@ -334,3 +334,32 @@ def test_the_namespace_is_readable_in_redis(rig: Rig) -> None:
         "layout": "page_first",
         "dtype": "bfloat16",
     }.items() <= (fields.items())
+
+
+def test_replaced_weights_end_what_was_stored_under_their_name(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    from hicache_mooncake.engine import weights
+    from hicache_mooncake.errors import ConfigError
+
+    pool, swa = r.mha(), r.mha(layers=1)
+    keys = r.hashes("weights", 4)
+    backend = rig.backend(pool, {"swa": swa}, extra={"revision": "one"})
+    r.store(backend, pool, keys)
+    before = weights.updates()
+    with pytest.raises(AttributeError):  # SGLang's method, called on nothing: what counts is that it was called
+        SchedulerWeightUpdaterManager.update_weights_from_disk(None, None)
+    assert weights.updates() == before + 1
+    assert backend.batch_exists(keys) == 0
+    assert r.fetch(backend, pool, keys) == [False] * 4
+    assert r.put(backend, pool, keys) == [False] * 4
+    assert r.put(backend, swa, keys, "swa") == [False] * 4
+    assert backend.batch_exists_v2(keys, [r.transfer("swa", None)]).kv_hit_pages == 0
+    with pytest.raises(ConfigError, match=r"revision.*weight_version"):
+        rig.backend(pool, extra={"revision": "one"})
+    again = rig.backend(pool, extra={"revision": "two"})
+    assert r.fetch(again, pool, keys) == [False] * 4
+    r.store(again, pool, keys)
+    assert r.fetch(again, pool, keys) == [True] * 4
+    with published(weight_version="v2"):
+        rig.backend(pool, extra={"revision": "one"})
