@@ -12,23 +12,25 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from .. import memory
 from ..errors import HiCacheMooncakeError, Unavailable
 from . import wire
 from .address import Address, ip_literal
 from .base import Credentials, Outcome, PageRead, PageWrite, Peer
 from .handshake import ReaderHandshake
+from .tcp_batch import ReadJob, deliver, offer, receive_all, request_pages, requests, total_bytes
 from .tcp_stream import DeadlinePassed, Disconnected, Stream
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_BYTES: Final = 64 << 20
 """Of the pages of one request: half a second of a 1 Gbit/s link, and the request's own cost is lost in it."""
+_FIRST_BYTES: Final = 2 << 20
+"""Of the pages of a batch's first request: the owner is sending while the rest is still being asked for."""
 _SPLIT_BYTES: Final = 32 << 20
 """A smaller batch is not worth a second connection and its thread."""
 _MAX_IDLE: Final = 240.0
@@ -46,23 +48,6 @@ class ClientLimits:
     """Connections that one large batch may use at the same time."""
     connect_timeout: float = 1.0
     """Within a batch's deadline, so that an unreachable host leaves time to ask another one."""
-
-
-@dataclass(slots=True)
-class _Job:
-    """One call of read, shared by the threads that work on it."""
-
-    batch: Sequence[PageRead]
-    deadline: float
-    verify: bool
-    todo: deque[range]
-    outcomes: list[Outcome | None] = field(default_factory=list)
-    unfinished: Outcome = Outcome.FAILED
-    failure: str = ""
-
-    def fail(self, error: HiCacheMooncakeError) -> None:
-        self.unfinished = Outcome.TIMEOUT if isinstance(error, DeadlinePassed) else Outcome.FAILED
-        self.failure = str(error)
 
 
 class TcpPeer(Peer):
@@ -83,12 +68,12 @@ class TcpPeer(Peer):
         self._closed = False
 
     def read(self, batch: Sequence[PageRead], deadline: float, verify: bool) -> list[Outcome]:
-        total = _total_bytes(batch)
+        total = total_bytes(batch)
         if not batch:
             return []
         lanes = self._limits.lanes if total >= _SPLIT_BYTES else 1
-        todo = deque(_requests(batch, min(_REQUEST_BYTES, -(-total // lanes))))
-        job = _Job(batch, deadline, verify, todo, [None] * len(batch))
+        todo = deque(requests(batch, min(_REQUEST_BYTES, -(-total // lanes)), _FIRST_BYTES))
+        job = ReadJob(batch, deadline, verify, todo, [None] * len(batch))
         helpers: list[threading.Thread] = []
         try:
             for _ in range(min(lanes, len(todo)) - 1):
@@ -106,7 +91,7 @@ class TcpPeer(Peer):
         return [job.unfinished if outcome is None else outcome for outcome in job.outcomes]
 
     def write(self, batch: Sequence[PageWrite], deadline: float) -> list[Outcome]:
-        total = _total_bytes([PageRead(page.key, page.size, page.source) for page in batch])
+        total = total_bytes([PageRead(page.key, page.size, page.source) for page in batch])
         if not batch:
             return []
         outcomes: list[Outcome | None] = [None] * len(batch)
@@ -115,13 +100,13 @@ class TcpPeer(Peer):
             stream: Stream | None = None
             healthy = False
             try:
-                for part in _requests(batch, min(_REQUEST_BYTES, total)):
-                    ask = partial(_offer, [batch[index] for index in part], deadline)
+                for part in requests(batch, min(_REQUEST_BYTES, total)):
+                    ask = partial(offer, [batch[index] for index in part], deadline)
                     if stream is None:
                         stream, answers = self._begin(ask, deadline)
                     else:
                         answers = ask(stream)
-                    _deliver(stream, batch, part, answers, outcomes, deadline)
+                    deliver(stream, batch, part, answers, outcomes, deadline)
                 healthy, failure = True, ""
             except HiCacheMooncakeError as error:
                 unfinished = Outcome.TIMEOUT if isinstance(error, DeadlinePassed) else Outcome.FAILED
@@ -172,7 +157,7 @@ class TcpPeer(Peer):
         for stream in idle:
             stream.close()
 
-    def _work(self, job: _Job, wait: bool) -> None:
+    def _work(self, job: ReadJob, wait: bool) -> None:
         """Do requests of ``job`` on one connection until there are none left, or the connection fails.
 
         Without ``wait`` only if a connection may be used right now: the batch goes on without this lane.
@@ -184,17 +169,10 @@ class TcpPeer(Peer):
         stream: Stream | None = None
         healthy = False
         try:
-            while True:
-                try:
-                    part = job.todo.popleft()
-                except IndexError:
-                    break
-                ask = partial(_request, job, part)
-                if stream is None:
-                    stream, rows = self._begin(ask, job.deadline)
-                else:
-                    rows = ask(stream)
-                _receive(stream, job, part, rows)
+            part = job.next_part()
+            if part is not None:
+                stream, rows = self._begin(partial(request_pages, job, part), job.deadline)
+                receive_all(stream, job, part, rows)
             healthy = True
         except HiCacheMooncakeError as error:
             job.fail(error)
@@ -288,95 +266,6 @@ class TcpPeer(Peer):
             logger.warning("peer %s at %s fails: %s", self.node_id, self.address, failure)
         elif before and not failure:
             logger.info("peer %s at %s works again", self.node_id, self.address)
-
-
-def _total_bytes(batch: Sequence[PageRead]) -> int:
-    """The size of a batch. Raises ``ValueError`` for what could only break the reply's framing later."""
-    total = 0
-    for page in batch:
-        length = 0
-        for extent in page.into:
-            if extent.offset < 0 or extent.length < 0 or extent.offset + extent.length > extent.memory.size:
-                raise ValueError(f"an extent of page {page.key!r} lies outside its memory")
-            length += extent.length
-        if length != page.size:
-            raise ValueError(f"the extents of page {page.key!r} have {length} bytes, not {page.size}")
-        if not 0 < page.size <= wire.MAX_PAGE_BYTES:
-            raise ValueError(f"page {page.key!r} cannot have {page.size} bytes")
-        wire.encode_key(page.key)
-        total += length
-    return total
-
-
-def _requests(batch: Sequence[PageRead | PageWrite], limit: int) -> Iterator[range]:
-    """Cut a batch into requests of at most ``limit`` bytes (or one page) and ``wire.MAX_PAGES`` pages."""
-    start = size = 0
-    for index, page in enumerate(batch):
-        if index > start and (size + page.size > limit or index - start == wire.MAX_PAGES):
-            yield range(start, index)
-            start, size = index, 0
-        size += page.size
-    yield range(start, len(batch))
-
-
-def _request(job: _Job, part: range, stream: Stream) -> list[wire.PageRow]:
-    """Ask for a part of the batch; returns what the owner says about each page, before their bytes."""
-    sizes = [job.batch[index].size for index in part]
-    budget = job.deadline - time.monotonic()
-    request = wire.ReadRequest([job.batch[index].key for index in part], sizes, budget)
-    stream.send([wire.encode_read(request)], job.deadline)
-    _, payload = stream.receive_frame((wire.Kind.PAGES,), wire.MAX_REPLY_BYTES, job.deadline)
-    return wire.decode_pages(payload, sizes)
-
-
-def _receive(stream: Stream, job: _Job, part: range, rows: list[wire.PageRow]) -> None:
-    """Take the bytes that follow ``rows`` in, and settle the outcome of each page."""
-    buffers: list[memoryview] = []
-    coming: deque[tuple[int, int, int]] = deque()
-    for index, row in zip(part, rows, strict=True):
-        if row.status is Outcome.OK:
-            buffers += [extent.view for extent in job.batch[index].into if extent.length]
-            coming.append((len(buffers), index, row.checksum))
-        else:
-            job.outcomes[index] = row.status
-    for full in stream.receive_scattered(buffers, job.deadline):
-        while coming and coming[0][0] <= full:
-            _, index, expected = coming.popleft()
-            page = job.batch[index]
-            intact = not job.verify or memory.checksum(page.key, page.into) == expected
-            job.outcomes[index] = Outcome.OK if intact else Outcome.CORRUPT
-
-
-def _offer(pages: Sequence[PageWrite], deadline: float, stream: Stream) -> list[wire.Acceptance]:
-    """Offer pages to the owner; returns which it wants."""
-    request = wire.StoreRequest(
-        [page.key for page in pages],
-        [page.size for page in pages],
-        [page.checksum for page in pages],
-        deadline - time.monotonic(),
-    )
-    stream.send([wire.encode_store(request)], deadline)
-    _, payload = stream.receive_frame((wire.Kind.ACCEPTED,), wire.MAX_REPLY_BYTES, deadline)
-    return wire.decode_accepted(payload, len(pages))
-
-
-def _deliver(
-    stream: Stream,
-    batch: Sequence[PageWrite],
-    part: range,
-    answers: list[wire.Acceptance],
-    outcomes: list[Outcome | None],
-    deadline: float,
-) -> None:
-    """Send the pages of ``part`` that are wanted, and settle the outcome of each."""
-    sent = [index for index, answer in zip(part, answers, strict=True) if answer is wire.Acceptance.SEND]
-    stream.send([extent.view for index in sent for extent in batch[index].source], deadline)
-    _, payload = stream.receive_frame((wire.Kind.STORED,), wire.MAX_REPLY_BYTES, deadline)
-    for index, kept in zip(sent, wire.decode_stored(payload, len(sent)), strict=True):
-        outcomes[index] = Outcome.OK if kept else Outcome.CORRUPT
-    for index, answer in zip(part, answers, strict=True):
-        if answer is not wire.Acceptance.SEND:
-            outcomes[index] = Outcome.OK if answer is wire.Acceptance.HELD else Outcome.FULL
 
 
 def _resolve(where: Address, deadline: float) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:

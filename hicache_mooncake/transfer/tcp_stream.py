@@ -121,17 +121,18 @@ class Stream:
         None of them may be empty. When the generator ends or raises, nothing writes into them any more.
         """
         pending = list(buffers)
-        left = sum(map(len, pending))
-        first = 0
+        sizes = list(map(len, pending))
+        left = sum(sizes)
+        first = last = window = 0
         try:
             while left:
-                last, window = first, 0
                 while last < len(pending) and last - first < _IOV_MAX and window < _RECEIVE_WINDOW:
-                    window += len(pending[last])
+                    window += sizes[last]
                     last += 1
                 self._wake_at(min(_LOW_WATER, window, left))
                 got = self._receive_ready(pending[first:last], deadline)
                 left -= got
+                window -= got
                 reached = _advance(pending, first, got)
                 if reached > first:
                     first = reached

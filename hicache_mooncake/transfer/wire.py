@@ -5,15 +5,16 @@ A frame is a 12-byte header (magic, kind, payload length) and a payload. A reade
 order and without gaps. ``CLEAR`` asks to drop namespaces, ``DOUBT`` to check pages whose bytes did not match
 their checksum at the reader; both get ``CLEARED``, how many pages went. ``STORE`` offers pages and gets
 ``ACCEPTED``, one byte a page; then come, outside the frame, the bytes of the pages that are wanted, and last
-``STORED``, one byte for each of those. One request is under way on a
-connection at a time. All numbers are little-endian.
+``STORED``, one byte for each of those. Requests are answered one after the other; a reader may send a ``READ``
+while the one before it is being answered. All numbers are little-endian.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -107,6 +108,10 @@ class PageRow(NamedTuple):
     checksum: int
 
 
+# The constructor without its Python wrapper: a reply has hundreds of rows.
+_page_row: Callable[[tuple[Outcome, int, int]], PageRow] = partial(tuple.__new__, PageRow)
+
+
 def encode_frame(kind: Kind, payload: bytes) -> bytes:
     return _HEADER.pack(MAGIC, kind, len(payload)) + payload
 
@@ -129,7 +134,7 @@ def encode_read(request: ReadRequest) -> bytes:
     """A whole READ frame. Raises ``ValueError`` for what the limits do not allow."""
     keys, sizes, budget = request
     _check_sizes(keys, sizes)
-    encoded = [encode_key(key) for key in keys]
+    encoded = encode_keys(keys)
     rows = np.empty(len(keys), _WANTED)
     rows["size"] = sizes
     rows["key_bytes"] = [len(key) for key in encoded]
@@ -171,7 +176,7 @@ def encode_store(request: StoreRequest) -> bytes:
     """A whole STORE frame. Raises ``ValueError`` for what the limits do not allow."""
     keys, sizes, checksums, budget = request
     _check_sizes(keys, sizes)
-    encoded = [encode_key(key) for key in keys]
+    encoded = encode_keys(keys)
     rows = np.empty(len(keys), _OFFERED)
     rows["size"], rows["checksum"] = sizes, np.array(checksums, np.uint64)
     rows["key_bytes"] = [len(key) for key in encoded]
@@ -207,7 +212,7 @@ def decode_stored(payload: bytes | bytearray, pages: int) -> list[bool]:
 
 def encode_pages(rows: Sequence[PageRow]) -> bytes:
     """A whole PAGES frame; the bytes of the pages follow it."""
-    table = np.array([tuple(row) for row in rows], _ROW)
+    table = np.array(rows, _ROW)
     return encode_frame(Kind.PAGES, _COUNT.pack(len(rows)) + table.tobytes())
 
 
@@ -226,12 +231,12 @@ def decode_pages(payload: bytes | bytearray, sizes: Sequence[int]) -> list[PageR
     if np.any((status == Outcome.OK) & ~fits) or np.any((status == Outcome.SIZE) & fits):
         raise ProtocolError("a page's status and size contradict what was asked for")
     outcomes = map(_OUTCOMES.__getitem__, status.tolist())
-    return list(map(PageRow, outcomes, size.tolist(), table["checksum"].tolist()))
+    return list(map(_page_row, zip(outcomes, size.tolist(), table["checksum"].tolist(), strict=True)))
 
 
 def encode_clear(digests: Sequence[str]) -> bytes:
     """A whole CLEAR frame. Raises ``ValueError`` for what the limits do not allow."""
-    encoded = [encode_key(digest) for digest in digests]
+    encoded = encode_keys(digests)
     if len(encoded) > MAX_DIGESTS or max(map(len, encoded), default=0) > 128:
         raise ValueError(f"at most {MAX_DIGESTS} namespace digests of at most 128 bytes")
     return _encode_names(Kind.CLEAR, encoded)
@@ -245,7 +250,7 @@ def encode_doubt(keys: Sequence[str]) -> bytes:
     """A whole DOUBT frame. Raises ``ValueError`` for what the limits do not allow."""
     if len(keys) > MAX_PAGES:
         raise ValueError(f"a request is for at most {MAX_PAGES} pages, not {len(keys)}")
-    return _encode_names(Kind.DOUBT, [encode_key(key) for key in keys])
+    return _encode_names(Kind.DOUBT, encode_keys(keys))
 
 
 def decode_doubt(payload: bytes | bytearray) -> list[str]:
@@ -263,11 +268,12 @@ def decode_cleared(payload: bytes | bytearray) -> int:
     return pages
 
 
-def encode_key(key: str) -> bytes:
-    """The bytes of an object key or digest; ``ValueError`` when it is empty, too long or not valid text."""
-    encoded = key.encode()
-    if not 0 < len(encoded) <= MAX_KEY_BYTES:
-        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {len(encoded)}")
+def encode_keys(keys: Sequence[str]) -> list[bytes]:
+    """The bytes of object keys or digests; ``ValueError`` when one is empty, too long or not valid text."""
+    encoded = [key.encode() for key in keys]
+    lengths = list(map(len, encoded))
+    if lengths and not 0 < min(lengths) <= max(lengths) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, not {min(lengths)} to {max(lengths)}")
     return encoded
 
 
