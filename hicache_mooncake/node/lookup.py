@@ -45,7 +45,7 @@ class Lookup:
                 here[position] = bool(nodes)
         return bytes(here)
 
-    def holders(self, keys: Sequence[str]) -> list[list[str]]:
+    def holders(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """For each key the usable nodes that hold it; nobody where Redis does not answer."""
         try:
             records = self._sync.lookup(keys)
@@ -54,7 +54,10 @@ class Lookup:
             self._counters.add(directory_errors=1)
             return [[] for _ in keys]
         usable = self._peers.usable()
-        return [self._peers.holders(record, usable) for record in records]
+        # Pages of one batch mostly have the same holders, and then the very same record.
+        distinct = {id(record): record for record in records}
+        nodes = {number: self._peers.holders(record, usable) for number, record in distinct.items()}
+        return [nodes[id(record)] for record in records]
 
     def _meet_newcomers(self, records: Sequence[ObjectRecord | None]) -> None:
         first = next((record for record in records if record is not None), None)

@@ -112,9 +112,11 @@ class PageReader:
         deadline: float,
     ) -> int:
         """Read from other nodes, each page from one holder after the other until one delivers or time is up."""
-        holders = dict(zip(missing, self._lookup.holders([moves[at].key for at in missing]), strict=True))
-        for nodes in holders.values():
-            random.shuffle(nodes)
+        found = self._lookup.holders([moves[at].key for at in missing])
+        holders = {
+            at: random.sample(nodes, len(nodes)) if nodes[1:] else [*nodes]
+            for at, nodes in zip(missing, found, strict=True)
+        }
         got = 0
         while True:
             by_peer: defaultdict[str, list[int]] = defaultdict(list)
@@ -150,7 +152,7 @@ class PageReader:
         outcomes = peer.read([PageRead(*moves[position]) for position in positions], until, self._verify)
         size = got = 0
         for position, outcome in zip(positions, outcomes, strict=True):
-            statuses[position] = Status(outcome)
+            statuses[position] = outcome  # the same numbers mean the same
             if outcome == Outcome.OK:
                 got += 1
                 size += moves[position].size

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from hicache_mooncake.memory import checksum
+from hicache_mooncake.memory import Extent, checksum
 from hicache_mooncake.node.allocator import Span
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
@@ -12,6 +13,9 @@ from hicache_mooncake.node.index import Page
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.transfer.base import PinnedPage, Room
+
+# The constructor without its Python wrapper: a request names hundreds of pages.
+_pinned: Callable[[tuple[int, int, Sequence[Extent], Page]], PinnedPage] = partial(tuple.__new__, PinnedPage)
 
 
 class StoreSource:
@@ -37,7 +41,7 @@ class StoreSource:
         if stale:
             self._sync.believed_held(stale)
         self._counters.add(served_pages=len(keys) - len(stale), served_absent=len(stale))
-        return [None if page is None else PinnedPage(page.size, page.checksum, page.extents, page) for page in pages]
+        return [None if page is None else _pinned((page.size, page.checksum, page.extents, page)) for page in pages]
 
     def unpin(self, pages: Sequence[PinnedPage]) -> None:
         """Let go of pages that :meth:`pin` returned."""
