@@ -178,6 +178,12 @@ class Settings:
         _SECONDS_ALLOWED,
         "How often a node says in Redis that it lives. It counts as dead after three missed ones.",
     )
+    metrics_port: int = _setting(
+        0,
+        values.within(values.integer, 0, 65535, "0 to 65535 is expected"),
+        "0 to 65535",
+        "Port of the node's metrics page for Prometheus, on the host of `listen`. 0: none.",
+    )
     shards: int = _setting(
         1,
         values.within(values.integer, 1, 64, "1 to 64 is expected"),

@@ -10,8 +10,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from hicache_mooncake import __version__
 from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError, ProtocolError, Unavailable
@@ -61,6 +61,7 @@ class EngineServer:
         redis_place: str,
         declare: Callable[[dict[str, dict[str, str]]], None],
         stats: Callable[[], dict[str, float]],
+        observe: Callable[[str, float], None],
     ) -> None:
         """Take over ``listener``, which :func:`listen` made for ``address``."""
         self.address = address
@@ -71,6 +72,7 @@ class EngineServer:
         self._redis_place = redis_place
         self._declare = declare
         self._stats = stats
+        self._observe = observe
         self._lock = threading.Lock()
         self._sessions: dict[bytes, Session] = {}
         self._channels: dict[Channel, threading.Thread] = {}
@@ -206,7 +208,8 @@ class EngineServer:
     def _plain(self, request: m.Request) -> m.Reply:
         """Requests that touch none of the engine's memory."""
         if isinstance(request, m.Exists):
-            return self._exists(request)
+            with self._timed("exists"):
+                return self._exists(request)
         if isinstance(request, m.Clear):
             objects, unreached = self._pages.clear(request.digests, _deadline(request.budget_ms))
             return m.Cleared(objects, unreached)
@@ -233,7 +236,8 @@ class EngineServer:
                     if isinstance(request, m.Stage):
                         reply = _stage(request, descriptors, staging)
                     elif isinstance(request, m.Put | m.Get):
-                        reply = self._move(session, opening.slot, request, staging)
+                        with self._timed("put" if isinstance(request, m.Put) else "get"):
+                            reply = self._move(session, opening.slot, request, staging)
                     else:
                         reply = self._plain(request)
                 finally:
@@ -242,6 +246,14 @@ class EngineServer:
         finally:
             for lent in staging:
                 lent.memory.close()
+
+    @contextmanager
+    def _timed(self, op: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._observe(op, time.perf_counter() - started)
 
     def _exists(self, request: m.Exists) -> m.Found:
         deadline = _deadline(request.budget_ms)

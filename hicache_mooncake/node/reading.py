@@ -23,6 +23,8 @@ from hicache_mooncake.transfer.base import Outcome, PageRead, Peer
 
 logger = logging.getLogger(__name__)
 
+_OK = int(Status.OK)
+
 
 class PageReader:
     """Fetches pages from the own segment and from other nodes. Thread-safe. ``readers`` runs reads from peers."""
@@ -55,11 +57,13 @@ class PageReader:
             self._get_local(moves, pinned, local, statuses, wanted, deadline)
         finally:
             self._store.unpin(pinned)
-        hits = sum(1 for position in local if statuses[position] == Status.OK)
-        missing = [
-            position for position, page in enumerate(pinned) if page is None or statuses[position] == Status.CORRUPT
-        ]
-        remote = self._get_remote(moves, missing, statuses, wanted, deadline) if missing else 0
+        hits = statuses.count(Status.OK)
+        remote = 0
+        if hits < len(moves):
+            missing = [
+                position for position, page in enumerate(pinned) if page is None or statuses[position] == Status.CORRUPT
+            ]
+            remote = self._get_remote(moves, missing, statuses, wanted, deadline) if missing else 0
         self._counters.add_statuses("get", statuses, ok_as={"local": hits, "remote": remote})
         return statuses
 
@@ -75,33 +79,35 @@ class PageReader:
         if not local:
             return
         corrupt: list[Page] = []
+        verify = self._verify
 
         def copy_out(at: int) -> None:
             position = local[at]
-            page, move = pinned[position], moves[position]
+            page = pinned[position]
             assert page is not None
-            if page.size != move.size:
+            key, size, extents = moves[position]
+            if page.size != size:
                 statuses[position] = Status.SIZE
             elif time.monotonic() > deadline:
                 statuses[position] = Status.TIMEOUT
             elif not wanted():
                 statuses[position] = Status.REVOKED
-            elif not self._verify:
-                copy_extents(move.extents, page.extents)
-                statuses[position] = Status.OK
-            elif copy_and_check(move.key, move.extents, page.extents) == page.checksum:
-                statuses[position] = Status.OK
+            elif not verify:
+                copy_extents(extents, page.extents)
+                statuses[position] = _OK
+            elif copy_and_check(key, extents, page.extents) == page.checksum:
+                statuses[position] = _OK
             else:
                 statuses[position] = Status.CORRUPT
                 corrupt.append(page)
 
-        self._lanes.run(copy_out, len(local), sum(moves[at].size for at in local))
+        size = sum([moves[at].size for at in local])
+        self._lanes.run(copy_out, len(local), size)
         for page in corrupt:
             self._store.drop(page)
-        self._counters.add(
-            get_local_bytes=sum(moves[at].size for at in local if statuses[at] == Status.OK),
-            corrupt_dropped=len(corrupt),
-        )
+        if statuses.count(_OK) < len(local):
+            size = sum([moves[at].size for at in local if statuses[at] == _OK])
+        self._counters.add(get_local_bytes=size, corrupt_dropped=len(corrupt))
 
     def _get_remote(
         self,

@@ -22,6 +22,7 @@ from hicache_mooncake.node import segment
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.engine_server import EngineServer, close_listener, listen
+from hicache_mooncake.node.metrics import MetricsPort, NodeMetrics
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.source import StoreSource
@@ -111,6 +112,7 @@ class Node:
                 )
             self.sync.start(self.store, on_beat=self.peers.tend)
             undo.callback(self.sync.stop, leave_within=LEAVE_WITHIN)
+            self.metrics = NodeMetrics(self.stats, pool=settings.pool, node=settings.node_name)
             self.engines = EngineServer(
                 sock,
                 address,
@@ -121,8 +123,14 @@ class Node:
                 redis_place=masked_url(self.redis_url),
                 declare=self.sync.declare,
                 stats=self.stats,
+                observe=self.metrics.observe,
             )
             undo.callback(self.engines.close)
+            self.metrics_port = 0
+            if settings.metrics_port:
+                page = MetricsPort(self.metrics, parse(settings.listen, listening=True).host, settings.metrics_port)
+                undo.callback(page.close)
+                self.metrics_port = page.port
             undo.callback(self.peers.close)  # before all others: a read from a peer that hangs ends with it
             self._undo = undo.pop_all()
         logger.info(
