@@ -134,7 +134,11 @@ class Settings:
         "", values.text, _TEXT, "Free text that becomes part of the identity of every page."
     )
     revision: str = _setting(
-        "", values.text, _TEXT, "Revision of the model's weights, part of the identity of every page."
+        "",
+        values.text,
+        _TEXT,
+        "Revision of the model's weights, part of the identity of every page. Empty: the checkpoint's files are looked "
+        "at; set it where hosts hold the same weights in other files.",
     )
     op_timeout: float = _setting(
         3.0, _seconds(0.01, 3600), _SECONDS_ALLOWED, "Longest that one batch of reads or writes may take."

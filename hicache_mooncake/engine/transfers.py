@@ -55,7 +55,9 @@ class PageMover:
         for batch, result in zip(batches, results, strict=True):
             width = len(batch.keys.parts)
             objects: list[bool] = result.tolist()
-            by_page.append(objects if width == 1 else [all(objects[at : at + width]) for at in range(0, len(objects), width)])
+            if width > 1:
+                objects = [all(objects[at : at + width]) for at in range(0, len(objects), width)]
+            by_page.append(objects)
         return by_page
 
     def _is_lent(self, located: Located) -> bool:
