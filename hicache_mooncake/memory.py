@@ -18,6 +18,7 @@ import xxhash
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP = 64 << 20
 
@@ -57,11 +58,14 @@ class Memory:
         self.address = ctypes.addressof(anchor)
         del anchor
 
-    def populate(self) -> None:
+    def populate(self, *, huge: bool = True) -> None:
         """Fault every page in, with the GIL released, so that no data path pays for the first touch.
 
+        With ``huge`` as 2 MiB pages where the host grants them on request (``shmem_enabled`` is ``advise``).
         Safe to run in a thread beside readers and writers: existing content is kept.
         """
+        if huge and not self.huge and self.size >= HUGE_PAGE:
+            _libc.madvise(self.address, self.size, _MADV_HUGEPAGE)  # a wish: refused, pages are small ones
         for start in range(0, self.size, _POPULATE_STEP):
             length = min(_POPULATE_STEP, self.size - start)
             if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) != 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 from hicache_mooncake import memory
 from hicache_mooncake.errors import ConfigError
@@ -45,7 +46,8 @@ def create(size: int, *, huge_pages: str) -> Memory:
         raise ConfigError(
             "huge_pages", "on", "the host's free 2 MiB pages were taken meanwhile", hint="huge_pages=auto"
         )
-    threading.Thread(target=segment.populate, name="hcm-prefault", daemon=True).start()
+    prefault = partial(segment.populate, huge=huge_pages != "off")
+    threading.Thread(target=prefault, name="hcm-prefault", daemon=True).start()
     return segment
 
 

@@ -11,6 +11,7 @@ while the one before it is being answered. All numbers are little-endian.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -309,11 +310,11 @@ def _texts(payload: bytes | bytearray, offset: int, lengths: NDArray[Any]) -> li
         raise ProtocolError("the lengths in a payload do not add up to it")
     if len(lengths) and not 0 < int(lengths.min()) <= int(lengths.max()) <= MAX_KEY_BYTES:
         raise ProtocolError(f"a key has 1 to {MAX_KEY_BYTES} bytes")
-    start, texts = offset, []
+    marks = [offset, *ends.tolist()]
+    if payload[offset:].isascii():  # as object keys are: decoded at once
+        text = payload.decode("latin-1")
+        return [text[start:end] for start, end in itertools.pairwise(marks)]
     try:
-        for end in ends.tolist():
-            texts.append(payload[start:end].decode())
-            start = end
+        return [payload[start:end].decode() for start, end in itertools.pairwise(marks)]
     except UnicodeDecodeError as error:
         raise ProtocolError("a key is not valid text") from error
-    return texts
