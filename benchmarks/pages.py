@@ -128,7 +128,7 @@ def _bench_pages(
         ]
         for warm_up in takes:
             warm_up()
-        calls = 2 if arguments.quick else max(2, CALL_BYTES // batch_bytes)
+        calls = 2 if arguments.quick else max(IN_A_ROW, CALL_BYTES // batch_bytes)
         interleave(list(zip(series, takes, strict=True)), arguments.rounds, calls, in_a_row=IN_A_ROW)
         for engine in (data.writer, data.reader):
             data.check(engine, batches - 1)

@@ -8,6 +8,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 PARALLEL_FROM = 4 << 20
 """Bytes of a batch from which it is copied by several threads: below, handing over costs more than it brings."""
 
+PARALLEL_PAGE = 128 << 10
+"""Bytes of a page from which threads help each other: copies of smaller ones are so short that the threads mostly wait
+for each other's interpreter lock, and two are slower than one."""
+
 
 class CopyLanes:
     """``threads`` in all, the caller's own among them. Thread-safe."""
@@ -18,7 +22,7 @@ class CopyLanes:
 
     def run(self, work: Callable[[int], None], count: int, size: int) -> None:
         """``work(0)`` .. ``work(count - 1)``, over threads when ``size`` bytes are worth it; ends when all have."""
-        lanes = max(1, min(self._threads, count, size // PARALLEL_FROM))
+        lanes = max(1, min(self._threads, count, size // PARALLEL_FROM)) if size >= count * PARALLEL_PAGE else 1
 
         def lane(first: int) -> None:
             for at in range(first, count, lanes):
