@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -14,14 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from hicache_mooncake import __version__
-from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError, ProtocolError, Unavailable
+from hicache_mooncake.errors import HiCacheMooncakeError, ProtocolError, Unavailable
 from hicache_mooncake.memory import Memory
 from hicache_mooncake.node.counters import Counters
+from hicache_mooncake.node.engine_socket import close_listener
 from hicache_mooncake.node.moves import Move
 from hicache_mooncake.node.pages import CHECK_MARGIN, PageService
 from hicache_mooncake.node.session import Lent, Session, moves_of
 from hicache_mooncake.protocol import messages as m
-from hicache_mooncake.protocol.channel import Channel, close_all, socket_address
+from hicache_mooncake.protocol.channel import Channel, close_all
 from hicache_mooncake.protocol.fence import SIZE as FENCE_SIZE
 from hicache_mooncake.protocol.fence import Fence
 from hicache_mooncake.radix_bridge import object_keys, printable_hashes
@@ -358,73 +358,3 @@ def _same_user(sock: socket.socket) -> bool:
     """Whether the other process runs as our user or as root: an abstract socket has no file mode to say so."""
     _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return uid in (0, os.getuid())
-
-
-def listen(address: str) -> socket.socket:
-    """The socket on which this host's engines find their node. Whoever has it is the node of this host and pool.
-
-    Raises ``ConfigError`` when ``address`` cannot be listened on, because a node does already or otherwise.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if address.startswith("@"):
-            sock.bind(socket_address(address))
-        else:
-            _bind_path(sock, address)
-        sock.listen(64)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            "node",
-            address,
-            f"it cannot be listened on: {error.strerror or error}",
-            hint="a node may run already",
-        ) from error
-    return sock
-
-
-def _bind_path(sock: socket.socket, path: str) -> None:
-    """Bind to ``path``, in place of what a dead node left there."""
-    # Under a lock on the directory, or: 1. two nodes find a dead one's socket 2. one replaces it 3. the other one
-    # removes that as well, and the first node is never found again.
-    directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        try:
-            sock.bind(path)
-        except OSError:
-            if not _is_abandoned(path):
-                raise
-            os.unlink(path)
-            sock.bind(path)
-        os.chmod(path, 0o600)
-        sock.listen(64)  # before the lock goes: until then it looks abandoned
-    finally:
-        os.close(directory)
-
-
-def close_listener(sock: socket.socket, address: str) -> None:
-    """Stop listening and leave no file behind. Safe to call again."""
-    if sock.fileno() < 0:
-        return
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
-    if not address.startswith("@"):
-        with suppress(OSError):
-            os.unlink(address)
-
-
-def _is_abandoned(path: str) -> bool:
-    """Whether ``path`` is a socket that no process listens on any more."""
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        probe.settimeout(1)
-        probe.connect(path)
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    finally:
-        probe.close()
-    return False

@@ -21,7 +21,8 @@ from hicache_mooncake.metadata.redis_server import PrivateRedis
 from hicache_mooncake.node import segment
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
-from hicache_mooncake.node.engine_server import EngineServer, close_listener, listen
+from hicache_mooncake.node.engine_server import EngineServer
+from hicache_mooncake.node.engine_socket import close_listener, listen
 from hicache_mooncake.node.metrics import MetricsPort, NodeMetrics
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.peers import Peers

@@ -166,3 +166,33 @@ def test_eviction_under_local_and_remote_reads_of_a_tiny_segment(redis_url: str)
             stats = engine.stats()
             assert stats["evicted"] > 100 and stats["get_remote"] > 100 and stats["get_local"] > 100, stats
             assert not stats.get("get_corrupt") and not stats.get("put_failed")
+
+
+def test_pages_on_their_way_to_another_node_are_stored_whole_or_not_at_all(redis_url: str) -> None:
+    """A full node spills to one with room, whose port stalls and breaks at random moments; nothing is lost track of."""
+    port = free_port()
+    pool = f"spill{port}"
+    settings: dict[str, object] = {"heartbeat": HEARTBEAT, "pool": pool}
+    with StallingProxy(f"127.0.0.1:{port}") as proxy:
+        roomy = {**settings, "listen": f"127.0.0.1:{port}", "advertise": proxy.address, "segment_size": "32MiB"}
+        full = {**settings, "segment_size": "1MiB"}
+        with (
+            running(NodeProcess(redis_url, "roomy", roomy), NodeProcess(redis_url, "full", full)) as (far, near),
+            Engine(far.socket, pool=pool, page_bytes=16_000) as there,
+            Engine(near.socket, pool=pool, page_bytes=16_000, op_timeout=1.0) as here,
+        ):
+            eventually(lambda: nodes(here) == 2 == nodes(there), HEAL_WITHIN)
+            rng = random.Random(3)
+            with Load([here], hashes(pool, 1200), threads=3, batch=32, kinds=("put", "get")) as load:
+                eventually(lambda: here.stats().get("put_spilled", 0) > 100, 10, "pages are spilled")
+                for _ in range(8):
+                    time.sleep(rng.uniform(0.05, 0.4))
+                    if rng.random() < 0.5:
+                        proxy.cut()
+                    else:
+                        proxy.stall()
+                        time.sleep(rng.uniform(0.1, 0.6))
+                        proxy.resume()
+                eventually(lambda: load.hits_grow(0), HEAL_WITHIN, "pages are read again")
+            for engine in (here, there):
+                _check_accounts(engine)
