@@ -108,6 +108,8 @@ class Peers:
     def failed(self, node_id: str, reason: str) -> None:
         """The peer did not answer or broke off: others are asked until it answers again."""
         with self._lock:
+            if node_id not in self._peers:
+                return  # we broke it off ourselves, because Redis did not know the node for a moment
             rest = self._rests.setdefault(node_id, _Rest())
             if rest.resting:
                 return  # several batches were under way when it failed: one failure
