@@ -6,17 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from .. import memory
 from ..errors import HiCacheMooncakeError
 from . import wire
 from .base import Outcome, PageRead, PageWrite
 from .tcp_stream import DeadlinePassed, Stream
-
-_AHEAD_BYTES: Final = 32 << 10
-"""Longest request that is sent while its forerunner is answered: it fits in any receive buffer. A longer one could
-wait for the owner to read it, and the owner for us to read its pages."""
 
 
 @dataclass(slots=True)
@@ -61,56 +56,28 @@ def total_bytes(batch: Sequence[PageRead]) -> int:
     return total
 
 
-def requests(batch: Sequence[PageRead | PageWrite], limit: int, first: int = 0) -> Iterator[range]:
-    """Cut a batch into requests of at most ``limit`` bytes (or one page) and ``wire.MAX_PAGES`` pages.
-
-    The first one has at most ``first`` bytes if the batch is several times as large.
-    """
+def requests(batch: Sequence[PageRead | PageWrite], limit: int) -> Iterator[range]:
+    """Cut a batch into requests of at most ``limit`` bytes (or one page) and ``wire.MAX_PAGES`` pages."""
     start = size = 0
-    allowed = first if first and 3 * first < sum(page.size for page in batch) else limit
     for index, page in enumerate(batch):
-        if index > start and (size + page.size > allowed or index - start == wire.MAX_PAGES):
+        if index > start and (size + page.size > limit or index - start == wire.MAX_PAGES):
             yield range(start, index)
-            start, size, allowed = index, 0, limit
+            start, size = index, 0
         size += page.size
     yield range(start, len(batch))
 
 
 def request_pages(job: ReadJob, part: range, stream: Stream) -> list[wire.PageRow]:
     """Ask for a part of the batch; returns what the owner says about each page, before their bytes."""
-    stream.send([_frame(job, part)], job.deadline)
-    return _answer(stream, job, part)
-
-
-def receive_all(stream: Stream, job: ReadJob, part: range, rows: list[wire.PageRow]) -> None:
-    """Take in the pages of ``part``, which ``rows`` announce, then ask for what is left of the batch and take it in."""
-    while True:
-        # The next request goes ahead of this one's pages: the owner need not wait for us between the two.
-        following = job.next_part()
-        frame = _frame(job, following) if following is not None else b""
-        ahead = len(frame) <= _AHEAD_BYTES
-        if following is not None and ahead:
-            stream.send([frame], job.deadline)
-        _receive_pages(stream, job, part, rows)
-        if following is None:
-            return
-        if not ahead:
-            stream.send([frame], job.deadline)
-        part, rows = following, _answer(stream, job, following)
-
-
-def _frame(job: ReadJob, part: range) -> bytes:
     pages = job.batch[part.start : part.stop]
+    sizes = [page.size for page in pages]
     budget = job.deadline - time.monotonic()
-    return wire.encode_read(wire.ReadRequest([page.key for page in pages], [page.size for page in pages], budget))
-
-
-def _answer(stream: Stream, job: ReadJob, part: range) -> list[wire.PageRow]:
+    stream.send([wire.encode_read(wire.ReadRequest([page.key for page in pages], sizes, budget))], job.deadline)
     _, payload = stream.receive_frame((wire.Kind.PAGES,), wire.MAX_REPLY_BYTES, job.deadline)
-    return wire.decode_pages(payload, [page.size for page in job.batch[part.start : part.stop]])
+    return wire.decode_pages(payload, sizes)
 
 
-def _receive_pages(stream: Stream, job: ReadJob, part: range, rows: list[wire.PageRow]) -> None:
+def receive_pages(stream: Stream, job: ReadJob, part: range, rows: list[wire.PageRow]) -> None:
     """Take the bytes that follow ``rows`` in, and settle the outcome of each page."""
     buffers: list[memoryview] = []
     coming: deque[tuple[int, int, int]] = deque()

@@ -22,15 +22,13 @@ from . import wire
 from .address import Address, ip_literal
 from .base import Credentials, Outcome, PageRead, PageWrite, Peer
 from .handshake import ReaderHandshake
-from .tcp_batch import ReadJob, deliver, offer, receive_all, request_pages, requests, total_bytes
+from .tcp_batch import ReadJob, deliver, offer, receive_pages, request_pages, requests, total_bytes
 from .tcp_stream import DeadlinePassed, Disconnected, Stream
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_BYTES: Final = 64 << 20
 """Of the pages of one request: half a second of a 1 Gbit/s link, and the request's own cost is lost in it."""
-_FIRST_BYTES: Final = 2 << 20
-"""Of the pages of a batch's first request: the owner is sending while the rest is still being asked for."""
 _SPLIT_BYTES: Final = 32 << 20
 """A smaller batch is not worth a second connection and its thread."""
 _MAX_IDLE: Final = 240.0
@@ -72,7 +70,7 @@ class TcpPeer(Peer):
         if not batch:
             return []
         lanes = self._limits.lanes if total >= _SPLIT_BYTES else 1
-        todo = deque(requests(batch, min(_REQUEST_BYTES, -(-total // lanes)), _FIRST_BYTES))
+        todo = deque(requests(batch, min(_REQUEST_BYTES, -(-total // lanes))))
         job = ReadJob(batch, deadline, verify, todo, [None] * len(batch))
         helpers: list[threading.Thread] = []
         try:
@@ -169,10 +167,13 @@ class TcpPeer(Peer):
         stream: Stream | None = None
         healthy = False
         try:
-            part = job.next_part()
-            if part is not None:
-                stream, rows = self._begin(partial(request_pages, job, part), job.deadline)
-                receive_all(stream, job, part, rows)
+            while (part := job.next_part()) is not None:
+                ask = partial(request_pages, job, part)
+                if stream is None:
+                    stream, rows = self._begin(ask, job.deadline)
+                else:
+                    rows = ask(stream)
+                receive_pages(stream, job, part, rows)
             healthy = True
         except HiCacheMooncakeError as error:
             job.fail(error)

@@ -5,8 +5,8 @@ A frame is a 12-byte header (magic, kind, payload length) and a payload. A reade
 order and without gaps. ``CLEAR`` asks to drop namespaces, ``DOUBT`` to check pages whose bytes did not match
 their checksum at the reader; both get ``CLEARED``, how many pages went. ``STORE`` offers pages and gets
 ``ACCEPTED``, one byte a page; then come, outside the frame, the bytes of the pages that are wanted, and last
-``STORED``, one byte for each of those. Requests are answered one after the other; a reader may send a ``READ``
-while the one before it is being answered. All numbers are little-endian.
+``STORED``, one byte for each of those. One request is under way on a connection at a time. All numbers are
+little-endian.
 """
 
 from __future__ import annotations

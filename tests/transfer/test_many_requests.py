@@ -1,4 +1,4 @@
-"""A batch that takes many requests: asked for ahead of time where that is safe, and every page in its place."""
+"""A batch that takes many requests, with every page in its place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pages import KIB, MIB, NODE, Landing, Segment, arrived
 from .serving import SECRET
 
 
-@pytest.mark.parametrize("key_bytes", [40, 900])  # requests of 25 KB, which go ahead, and of 460 KB, which do not
+@pytest.mark.parametrize("key_bytes", [40, 900])  # requests of 25 KB, and of 460 KB
 def test_pages_of_many_requests_with_holes_among_them(key_bytes: int) -> None:
     count, size = 3 * wire.MAX_PAGES + 7, 4 * KIB + 3
     segment, landing = Segment(8 * MIB), Landing(8 * MIB)
