@@ -29,7 +29,7 @@ test: venv
 	$(BIN)/python -m pytest
 
 test-fast: venv
-	$(BIN)/python -m pytest -m "not server and not slow"
+	$(BIN)/python -m pytest -m "not server and not slow and not deep"
 
 lint: venv
 	$(BIN)/ruff check .

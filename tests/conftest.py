@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from hicache_mooncake.metadata.redis_server import PrivateRedis
+
+
+DEEP = ("backend/", "engine/", "faults/", "sglang/", "metadata/test_directory", "transfer/test_faults")
+"""What ``make test-fast`` leaves out beside servers and single slow tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if str(item.path.relative_to(here)).startswith(DEEP):
+            item.add_marker("deep")
 
 
 @pytest.fixture(scope="module")
