@@ -1,4 +1,5 @@
 # make demo, make test: everything they need is installed into .venv on the first run (a few minutes, 1.7 GB).
+# make demo ARGS="--quick --keep": arguments for the demo.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 # The CPU build is enough and a tenth of the download. Where PyPI serves the CUDA build (most of Linux x86-64), use
@@ -39,7 +40,7 @@ lint: venv
 	MYPYPATH=testbed/site $(BIN)/mypy --explicit-package-bases testbed/site/*.py testbed/site/sgl_kernel/*.py
 
 demo: venv
-	@$(BIN)/python -m benchmarks.demo
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.demo $(ARGS)
 
 bench: venv
 	$(BIN)/python -m benchmarks
