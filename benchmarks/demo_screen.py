@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rich import box
@@ -152,7 +153,7 @@ def show_pool(url: str, pool: Contents, *, kept: bool) -> None:
             f"  node {node.name} ({node.id}, pages at {node.address}): "
             f"{node.pages:,} pages, {_mib(node.bytes)} of {_mib(node.capacity)}"
         )
-    out.print("Look for yourself:" if kept else "To look for yourself, run the demo with --keep, then for example:")
+    out.print("Look for yourself:" if kept else "To look for yourself, make demo ARGS=--keep, then for example:")
     cli = ["redis-cli", "-s", url.removeprefix("unix://")]
     first = pool.nodes[0].id if pool.nodes else "ID"
     for words, what in (
@@ -160,7 +161,7 @@ def show_pool(url: str, pool: Contents, *, kept: bool) -> None:
         ([*cli, "HGETALL", f"hcm:{POOL}:node:{first}"], "what a node says of itself"),
         ([*cli, "GET", pool.example], "how large a page is and who holds it"),
         (
-            ["hicache-mooncake", "status", "--redis-url", url, "--pool", POOL],
+            [str(Path(sys.executable).with_name("hicache-mooncake")), "status", "--redis-url", url, "--pool", POOL],
             "all of it, by this package's own command",
         ),
     ):
