@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from hicache_mooncake import __version__
 from hicache_mooncake.config import Settings
-from hicache_mooncake.engine import flat_pages, identity, weights
+from hicache_mooncake.engine import advice, flat_pages, identity, weights
 from hicache_mooncake.engine.hit_policy import PoolQuery, leading_run, restorable
 from hicache_mooncake.engine.host_pools import HostPool, is_logical, is_rank_sharded
 from hicache_mooncake.engine.launch import NodeFinder
@@ -80,6 +80,7 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             welcome.redis,
             "pages in place" if self._session.can_write_in_place else "pages through staging",
         )
+        advice.advise(self.settings, storage_config.extra_config, None if self._finder.started else welcome)
 
     # -- registration
 

@@ -24,19 +24,19 @@ def deployment(config: Any, settings: Settings) -> dict[str, str]:
     - ``kv_cache_dtype``: all fp8 variants are the same ``uint8`` to the pool, whatever their scales.
     - ``overrides`` of the model's configuration, such as a longer rope, change every K.
     """
-    revision = settings.revision or _published("revision")
-    kv_cache_dtype = _published("kv_cache_dtype")
-    version = _published("weight_version")
+    revision = settings.revision or published("revision")
+    kv_cache_dtype = published("kv_cache_dtype")
+    version = published("weight_version")
     return {
         "model": str(getattr(config, "model_name", None) or ""),
         "revision": revision,
-        "weights": "" if settings.revision else fingerprint(_published("model_path"), revision),
+        "weights": "" if settings.revision else fingerprint(published("model_path"), revision),
         "weight_version": "" if version == "default" else version,
         "kv_cache_dtype": "" if kv_cache_dtype in PLAIN_KV else kv_cache_dtype,
-        "kv_scales": of_file(_published("quantization_param_path")),
+        "kv_scales": of_file(published("quantization_param_path")),
         "fp8": _fp8_format(),
-        "quantization": _published("quantization"),
-        "overrides": _canonical(_published("json_model_override_args")),
+        "quantization": published("quantization"),
+        "overrides": _canonical(published("json_model_override_args")),
         "tenant": settings.tenant,
         "tag": settings.extra_backend_tag,
     }
@@ -44,16 +44,16 @@ def deployment(config: Any, settings: Settings) -> dict[str, str]:
 
 def draft(settings: Settings) -> dict[str, str]:
     """Further fields of pools that hold a draft model's pages: which one."""
-    model, revision = _published("speculative_draft_model_path"), _published("speculative_draft_model_revision")
+    model, revision = published("speculative_draft_model_path"), published("speculative_draft_model_revision")
     return {
         "draft_model": fingerprint(model, revision) or model,
         "draft_revision": revision,
-        "draft_quantization": _published("speculative_draft_model_quantization"),
-        "draft_kv_cache_dtype": _published("speculative_draft_kv_cache_dtype"),
+        "draft_quantization": published("speculative_draft_model_quantization"),
+        "draft_kv_cache_dtype": published("speculative_draft_kv_cache_dtype"),
     }
 
 
-def _published(name: str) -> str:
+def published(name: str) -> str:
     """A value of SGLang's configuration in this process, as text; empty when there is none."""
     try:
         from sglang.srt.runtime_context import get_context  # noqa: PLC0415

@@ -27,8 +27,15 @@ START_TIMEOUT = 8.0
 """Seconds a started node has to be ready: an attach that cannot work has to say so within ten."""
 
 
+FIRST_START_PAUSE, LONGEST_START_PAUSE = 5.0, 60.0
+"""Seconds after a start that failed before the next one, doubling: each costs a process and its lines in the log."""
+
+
 class NodeFinder:
-    """Where this host's node listens, from the settings. Only a node at the default place is ever started by us."""
+    """Where this host's node listens, from the settings. Only a node at the default place is ever started by us.
+
+    ``may_start`` turns false for good once an operator's node was found there.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -36,6 +43,9 @@ class NodeFinder:
         self.may_start = not settings.node
         self.started = False
         self._starting = threading.Lock()
+        self._failure: ConfigError | StartFailed | None = None
+        self._start_pause = FIRST_START_PAUSE
+        self._start_again = 0.0
 
     def dial(self, deadline: float) -> socket.socket:
         """A connection to the running node. Raises ``Unavailable`` when none answers by ``deadline``."""
@@ -68,8 +78,21 @@ class NodeFinder:
             try:
                 return self.dial(deadline)  # another thread has started it meanwhile
             except Unavailable:
-                self._start(min(deadline, time.monotonic() + START_TIMEOUT))
+                self._start_if_due(min(deadline, time.monotonic() + START_TIMEOUT))
         return self.dial(deadline)
+
+    def _start_if_due(self, deadline: float) -> None:
+        """Start a node, or raise again why the last start failed when that was only a moment ago."""
+        if self._failure is not None and time.monotonic() < self._start_again:
+            raise self._failure.with_traceback(None) from None
+        try:
+            self._start(deadline)
+        except (ConfigError, StartFailed) as error:
+            self._failure = error
+            self._start_again = time.monotonic() + self._start_pause
+            self._start_pause = min(LONGEST_START_PAUSE, 2 * self._start_pause)
+            raise
+        self._failure, self._start_pause = None, FIRST_START_PAUSE
 
     def _start(self, deadline: float) -> None:
         """Start a node that outlives this process' process tree, and wait until it is ready."""

@@ -30,7 +30,7 @@ class StartFailed(Unavailable):
 
 
 class Finder(Protocol):
-    """Knows where the node of this host is."""
+    """Knows where the node of this host is, and whether to start one if there is none: ``may_start``."""
 
     may_start: bool
 
@@ -88,6 +88,9 @@ class Link:
             if not isinstance(welcome, m.Welcome):
                 raise ProtocolError(f"the node does not accept this engine: {reason(welcome)}")
             self.welcome = welcome
+            if not welcome.embedded:
+                # An operator's node comes back when its operator says so: one of ours would take its place meanwhile.
+                finder.may_start = False
             self.order(m.Attach([], with_fence=True), deadline, [self.fence.memory.fd])
         except BaseException:
             self.close()

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from hicache_mooncake import __version__
 from hicache_mooncake.errors import HiCacheMooncakeError, ProtocolError, Unavailable
 from hicache_mooncake.memory import Memory
 from hicache_mooncake.node.counters import Counters
@@ -47,7 +46,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class EngineServer:
-    """Serves from construction. ``declare`` is told the namespaces that engines use."""
+    """Serves from construction. ``welcome`` greets a session, by its token; ``declare`` is told engines' namespaces."""
 
     def __init__(
         self,
@@ -57,8 +56,7 @@ class EngineServer:
         counters: Counters,
         *,
         pool: str,
-        node_id: str,
-        redis_place: str,
+        welcome: Callable[[bytes], m.Welcome],
         declare: Callable[[dict[str, dict[str, str]]], None],
         stats: Callable[[], dict[str, float]],
         observe: Callable[[str, float], None],
@@ -68,8 +66,7 @@ class EngineServer:
         self._pages = pages
         self._counters = counters
         self._pool = pool
-        self._node_id = node_id
-        self._redis_place = redis_place
+        self._welcome = welcome
         self._declare = declare
         self._stats = stats
         self._observe = observe
@@ -181,7 +178,7 @@ class EngineServer:
             self.served = self.served or hello.engine
         logger.log(level, "engine %s attached", hello.label)
         try:
-            channel.send(m.Welcome(self._node_id, session.token, __version__, self._redis_place))
+            channel.send(self._welcome(session.token))
             while True:
                 body, descriptors = channel.receive()
                 try:

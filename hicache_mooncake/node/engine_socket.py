@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
+import time
 from contextlib import suppress
 
-from hicache_mooncake.errors import ConfigError
-from hicache_mooncake.protocol.channel import socket_address
+from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
+from hicache_mooncake.protocol import messages as m
+from hicache_mooncake.protocol.channel import Channel, close_all, socket_address
+
+ASK_WITHIN = 1.0
+"""Seconds that whoever has the socket already gets to say who it is."""
 
 
-def listen(address: str) -> socket.socket:
+def listen(address: str, *, pool: str = "") -> socket.socket:
     """The socket on which this host's engines find their node. Whoever has it is the node of this host and pool.
 
-    Raises ``ConfigError`` when ``address`` cannot be listened on, because a node does already or otherwise.
+    Raises ``ConfigError`` when ``address`` cannot be listened on, because a node does already or otherwise. Given
+    ``pool``, the node that has it is asked who it is, so that the error can say what to do.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -29,9 +36,19 @@ def listen(address: str) -> socket.socket:
             "node",
             address,
             f"it cannot be listened on: {error.strerror or error}",
-            hint="a node may run already",
+            hint=_hint(address, error, pool),
         ) from error
     return sock
+
+
+def _hint(address: str, error: OSError, pool: str) -> str:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return f"make the directory {os.path.dirname(address)}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"this user needs to write to {os.path.dirname(address)}"
+    if error.errno == errno.EADDRINUSE and pool:
+        return _who_has(address, pool)
+    return "a node may run already"
 
 
 def _bind_path(sock: socket.socket, path: str) -> None:
@@ -64,6 +81,32 @@ def close_listener(sock: socket.socket, address: str) -> None:
     if not address.startswith("@"):
         with suppress(OSError):
             os.unlink(address)
+
+
+def _who_has(address: str, pool: str) -> str:
+    """What whoever listens on ``address`` says of itself, and what to do about it."""
+    deadline = time.monotonic() + ASK_WITHIN
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.settimeout(ASK_WITHIN)
+            sock.connect(socket_address(address))
+            channel = Channel(sock)
+            channel.send(m.Hello(m.VERSION, pool, "a node that starts", engine=False), deadline)
+            body, descriptors = channel.receive(deadline)
+            close_all(descriptors)
+            reply = m.decode_reply(body)
+        except (HiCacheMooncakeError, OSError) as error:
+            return f"a node may run already; asked who it is: {error}"
+    if isinstance(reply, m.Refused):
+        return f"what has it says: {reply.reason}"
+    if not isinstance(reply, m.Welcome):
+        return "a node may run already"
+    if reply.embedded:
+        return (
+            f"an embedded node that an engine started has it ({reply.node_id}); "
+            "it ends with its last engine, or give both sides the same --node PATH"
+        )
+    return f"node {reply.node_id} runs already"
 
 
 def _is_abandoned(path: str) -> bool:

@@ -28,6 +28,7 @@ from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.source import StoreSource
 from hicache_mooncake.node.store import DramStore
+from hicache_mooncake.protocol import messages as m
 from hicache_mooncake.protocol.channel import default_socket
 from hicache_mooncake.transfer.address import is_loopback, parse
 from hicache_mooncake.transfer.base import Credentials, Listener
@@ -69,9 +70,10 @@ class Node:
         address = settings.node or default_socket(settings.pool)
         with ExitStack() as undo:
             # First of all: it decides who is the node of this host. Engines that come early wait in its backlog.
-            sock = listen(address)
+            # An embedded one does not ask who came before: that is the node of another rank, still starting.
+            sock = listen(address, pool="" if embedded else settings.pool)
             undo.callback(close_listener, sock, address)
-            credentials = Credentials(settings.shared_secret(), settings.pool)
+            credentials = self._credentials = Credentials(settings.shared_secret(), settings.pool)
             memory = segment.create(settings.segment_size, huge_pages=settings.huge_pages)
             undo.callback(memory.close)
             self.redis_url = settings.redis_url or self._start_redis(undo)
@@ -120,8 +122,7 @@ class Node:
                 self.pages,
                 self.counters,
                 pool=settings.pool,
-                node_id=self.id,
-                redis_place=masked_url(self.redis_url),
+                welcome=self._welcome,
                 declare=self.sync.declare,
                 stats=self.stats,
                 observe=self.metrics.observe,
@@ -142,6 +143,17 @@ class Node:
             self.engines.address,
             self._listener.address,
             masked_url(self.redis_url),
+        )
+
+    def _welcome(self, session: bytes) -> m.Welcome:
+        return m.Welcome(
+            self.id,
+            session,
+            __version__,
+            masked_url(self.redis_url),
+            embedded=self._embedded,
+            settings={name: str(value) for name, value in self.settings.public().items()},
+            proof=m.secret_proof(self._credentials.secret, session),
         )
 
     def _start_redis(self, undo: ExitStack) -> str:

@@ -6,6 +6,7 @@ One connection carries one request at a time, so replies need no number; the req
 
 from __future__ import annotations
 
+import hmac
 import struct
 from enum import IntEnum
 
@@ -58,12 +59,19 @@ class Hello(Message, tag="hello"):
 
 
 class Welcome(Message, tag="welcome"):
-    """The node accepts: who it is and where its Redis is (no password in it)."""
+    """The node accepts: who it is, where its Redis is and how it was set, without secrets.
+
+    ``embedded``: an engine started it, and may start another when it is gone; else that is an operator's matter.
+    ``proof`` shows to whoever has the node's shared secret that it is the same one; see :func:`secret_proof`.
+    """
 
     node_id: str
     session: bytes
     package: str
     redis: str
+    embedded: bool = False
+    settings: dict[str, str] = {}
+    proof: bytes = b""
 
 
 class Refused(Message, tag="refused"):
@@ -203,6 +211,11 @@ _encoder = msgspec.msgpack.Encoder()
 _openings: msgspec.msgpack.Decoder[Opening] = msgspec.msgpack.Decoder(Opening)
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def secret_proof(secret: bytes, session: bytes) -> bytes:
+    """What two who hold the same shared secret both compute for a session; empty when there is none."""
+    return hmac.digest(secret, session, "sha256") if secret else b""
 
 
 def encode(message: Message) -> bytes:
