@@ -11,25 +11,30 @@ import secrets
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import redis.exceptions as failures
 
 from hicache_mooncake.errors import ConfigError, Unavailable
 from hicache_mooncake.metadata import scripts
+from hicache_mooncake.metadata.admission import check_permissions, check_server, refusal, unusable
 from hicache_mooncake.metadata.keys import SCHEMA, Keys, shard_of
 from hicache_mooncake.metadata.link import Command, RedisLink
+from hicache_mooncake.metadata.permissions import ACL_RULES
 from hicache_mooncake.metadata.records import (
     NodeRecord,
     ObjectRecord,
     format_node,
     node_of,
     pairs,
+    parse_info,
     parse_node,
     parse_object,
 )
 from hicache_mooncake.metadata.scripts import Script
+
+__all__ = ["ACL_RULES", "Directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +47,8 @@ LOOKUPS_PER_CALL = 1024
 CALLS_PER_WRITE = 8
 """Calls sent before the first reply is read: enough to hide the round trip, and buffers stay small."""
 
-OLDEST_REDIS = (6, 2)
+NAMESPACE_TTL = 30 * 24 * 3600.0
+"""Seconds for which what a namespace stands for is remembered after it was last declared."""
 
 _Call = tuple[Script, Sequence["str | bytes"], Sequence["str | int"]]
 
@@ -50,7 +56,7 @@ _Call = tuple[Script, Sequence["str | bytes"], Sequence["str | int"]]
 class _Identity(NamedTuple):
     """Which directory a node has published to. A change of any part means: publish everything again."""
 
-    run_id: str  # another server process: restarted, replaced, failed over
+    run_id: str  # another server process: restarted, replaced, failed over; "" where INFO is not allowed
     epoch: str  # another `hcm:<pool>`: flushed, restored from an old dump
     lease: str  # the node's own key had expired: others may have swept what it holds
 
@@ -70,6 +76,7 @@ class Directory:
         self.timeout = timeout
         self._keys = Keys(pool, shards)
         self._link = RedisLink(url, timeout=timeout, client_name=f"hicache-mooncake:{pool}")
+        self._may_info = True
         self._published_to: dict[str, _Identity] = {}
         self._lock = threading.Lock()
 
@@ -79,7 +86,8 @@ class Directory:
         """Find the pool in Redis, or create it.
 
         Raises :class:`ConfigError` when there is no usable Redis under the URL, or when the pool there has
-        another schema or number of shards; :class:`Unavailable` while Redis is loading its data.
+        another schema or number of shards, or when the user may not run all of what is needed later;
+        :class:`Unavailable` while Redis is loading its data.
         """
         try:
             self._find_or_create()
@@ -97,7 +105,7 @@ class Directory:
         try:
             (shards,) = found._call([("HGET", found._keys.pool, "shards")])
         except Unavailable as error:
-            raise found._unusable(_reason(error.__cause__)) from error
+            raise refusal(found._link, error) from error
         finally:
             found.close()
         if shards is None:
@@ -213,20 +221,36 @@ class Directory:
     # -- namespaces --
 
     def declare_namespace(self, digest: str, fields: Mapping[str, str]) -> None:
-        """Write down, for people, what ``digest`` stands for. ``fields`` must not be empty."""
+        """Write down, for people and for :data:`NAMESPACE_TTL`, what ``digest`` stands for. ``fields`` must not be
+        empty.
+        """
         if not fields:
             raise ValueError("a namespace has at least one field")
         flat = [word for pair in fields.items() for word in pair]
-        self._call([("HSET", self._keys.namespace(digest), *flat), ("SADD", self._keys.namespaces, digest)])
+        keys = [self._keys.namespaces, self._keys.namespace(digest)]
+        self._run([(scripts.DECLARE, keys, [digest, round(NAMESPACE_TTL * 1000), *flat])])
 
     def namespaces(self) -> dict[str, dict[str, str]]:
-        """What was declared, by digest."""
+        """What was declared and is remembered, by digest."""
         digests, records = self._indexed(self._keys.namespaces, self._keys.namespace)
-        return {digest: fields for digest, fields in zip(digests, records, strict=True) if fields}
+        found = {digest: fields for digest, fields in zip(digests, records, strict=True) if fields}
+        try:
+            self._prune(self._keys.namespaces, self._keys.namespace, [d for d in digests if d not in found])
+        except Unavailable as error:  # of a replica, or full: the answer is good all the same
+            logger.debug("expired namespaces stay in the index: %s", error)
+        return found
 
     def memory_policy(self) -> tuple[str, int]:
-        """Redis' ``maxmemory-policy``, and ``maxmemory`` in bytes (0: no limit)."""
-        facts = _info(self._call([("INFO", "memory")])[0])
+        """Redis' ``maxmemory-policy``, and ``maxmemory`` in bytes (0: no limit).
+
+        ``("", 0)`` where the user may not ask.
+        """
+        try:
+            facts = parse_info(self._call([("INFO", "memory")])[0])
+        except Unavailable as error:
+            if isinstance(error.__cause__, failures.NoPermissionError):
+                return "", 0
+            raise
         return facts.get("maxmemory_policy", "noeviction"), int(facts.get("maxmemory", "0"))
 
     # -- what the dead leave --
@@ -250,11 +274,14 @@ class Directory:
             if pause:
                 time.sleep(pause)
         ids = [raw.decode(errors="replace") for raw in self._call([("SMEMBERS", self._keys.nodes)])[0]]
-        suspects = [node_id for node_id in ids if node_id not in live]
-        for start in range(0, len(suspects), CHANGES_PER_CALL):
-            some = suspects[start : start + CHANGES_PER_CALL]
-            self._run([(scripts.PRUNE, [self._keys.nodes, *map(self._keys.node, some)], some)])
+        self._prune(self._keys.nodes, self._keys.node, [node_id for node_id in ids if node_id not in live])
         return dropped
+
+    def _prune(self, index: str, key_of: Callable[[str], str], members: Sequence[str]) -> None:
+        """Drop from a set those of ``members`` whose key is gone."""
+        for start in range(0, len(members), CHANGES_PER_CALL):
+            some = members[start : start + CHANGES_PER_CALL]
+            self._run([(scripts.PRUNE, [index, *map(key_of, some)], some)])
 
     def _sweep_some(self, names: list[bytes], live: set[str]) -> int:
         touched = []
@@ -276,42 +303,32 @@ class Directory:
 
     def _find_or_create(self) -> None:
         try:
-            info, found = self._link.call([("INFO",), self._eval(scripts.OPEN, [self._keys.pool], self._creation())])
+            self._may_info = check_server(self._link)
+            check_permissions(self._link, self._keys)
+            (found,) = self._link.call([self._eval(scripts.OPEN, [self._keys.pool], self._creation())])
         except Unavailable as error:
             if isinstance(error.__cause__, failures.BusyLoadingError):
                 raise
-            raise self._unusable(_reason(error.__cause__)) from error
-        if isinstance(info, failures.ResponseError):
-            raise self._unusable(f"INFO is refused: {info}")
-        facts = _info(info)
-        version = facts.get("redis_version", "")
-        if _version(version) < OLDEST_REDIS:
-            raise self._unusable(f"Redis 6.2 or newer is needed, this is {version or 'of no known version'}")
-        if facts.get("redis_mode") == "cluster":
-            raise self._unusable("this build works with a single Redis (and its replicas), not with Redis Cluster")
+            raise refusal(self._link, error) from error
         if isinstance(found, failures.ResponseError):
-            raise self._unusable(str(found))
+            raise unusable(self._link, str(found), hint=self._link.remedy(found))
         self._check_pool(found)
-        policy = facts.get("maxmemory_policy", "noeviction")
-        if facts.get("maxmemory", "0") != "0" and policy != "noeviction":
-            logger.warning(
-                "Redis at %s has maxmemory-policy %s: it may evict parts of the directory, which turns hits "
-                "into misses; noeviction is better",
-                self._link.place,
-                policy,
-            )
 
     def _announce(self, record: NodeRecord, ttl: float) -> _Identity:
         keys = [self._keys.pool, self._keys.nodes, self._keys.node(record.id)]
         lease = secrets.token_hex(8)
         arguments = [*self._creation(), record.id, max(1, round(ttl * 1000)), lease, *format_node(record)]
         # One connection is one server process, so the run id is that of the server that took the heartbeat.
-        info, found = self._call([("INFO", "server"), self._eval(scripts.HEARTBEAT, keys, arguments)])
+        commands: list[Command] = [self._eval(scripts.HEARTBEAT, keys, arguments)]
+        if self._may_info:
+            commands.append(("INFO", "server"))
+        found, *info = self._call(commands)
         try:
             self._check_pool(found)
         except ConfigError as error:
             raise Unavailable(f"the pool was created anew by others: {error}") from error
-        return _Identity(_info(info).get("run_id", ""), found[2].decode(), found[3].decode())
+        run_id = parse_info(info[0]).get("run_id", "") if info else ""
+        return _Identity(run_id, found[2].decode(), found[3].decode())
 
     def _creation(self) -> list[str | int]:
         return [SCHEMA, self._keys.shards, secrets.token_hex(8), f"{time.time():.3f}"]
@@ -319,12 +336,9 @@ class Directory:
     def _check_pool(self, found: Sequence[bytes | None]) -> None:
         schema, shards = (int(raw) if raw is not None and raw.isdigit() else None for raw in found[:2])
         if schema != SCHEMA:
-            raise self._unusable(f"pool {self.pool!r} there has schema {schema}, this build has {SCHEMA}")
+            raise unusable(self._link, f"pool {self.pool!r} there has schema {schema}, this build has {SCHEMA}")
         if shards != self._keys.shards:
             raise ConfigError("shards", self._keys.shards, f"pool {self.pool!r} was created with {shards}")
-
-    def _unusable(self, reason: str) -> ConfigError:
-        return ConfigError("redis_url", self._link.place, reason)
 
     def _by_shard(self, keys: Sequence[str], limit: int) -> Iterator[tuple[int, Sequence[int]]]:
         """The positions of ``keys`` shard by shard, at most ``limit`` at a time."""
@@ -338,7 +352,7 @@ class Directory:
             for start in range(0, len(indices), limit):
                 yield shard, indices[start : start + limit]
 
-    def _indexed(self, index: str, key_of: Any) -> tuple[list[str], list[dict[str, str]]]:
+    def _indexed(self, index: str, key_of: Callable[[str], str]) -> tuple[list[str], list[dict[str, str]]]:
         """The members of a set, and the hash that belongs to each (empty where there is none)."""
         members = sorted(raw.decode(errors="replace") for raw in self._call([("SMEMBERS", index)])[0])
         return members, [pairs(reply) for reply in self._call([("HGETALL", key_of(member)) for member in members])]
@@ -366,23 +380,6 @@ class Directory:
                 if full is not None and isinstance(answer, failures.NoScriptError):
                     answer = self._link.call([full[id(command)]])[0]
                 if isinstance(answer, failures.RedisError):
-                    raise self._link.unavailable(answer)
+                    raise self._link.unavailable(answer) from answer
                 replies.append(answer)
         return replies
-
-
-def _reason(cause: BaseException | None) -> str:
-    if isinstance(cause, (failures.AuthenticationError, failures.AuthorizationError)):
-        return f"the user or password is refused: {cause}"
-    if isinstance(cause, failures.InvalidResponse):
-        return "what answers there is not Redis"
-    return f"it cannot be reached: {cause}"
-
-
-def _info(raw: bytes) -> dict[str, str]:
-    lines = raw.decode(errors="replace").splitlines()
-    return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())

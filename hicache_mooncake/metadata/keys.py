@@ -5,7 +5,8 @@
 ``hcm:<pool>:nodes``                              set of node ids, dead ones until the next sweep
 ``hcm:<pool>:node:<id>``                          hash, always with a TTL: the node lives as long as this key
 ``hcm:<pool>:namespaces``                         set of namespace digests
-``hcm:<pool>:ns:<digest>``                        hash: what the digest stands for, for people
+``hcm:<pool>:ns:<digest>``                        hash, with a TTL: what the digest stands for, for people
+``hcm:<pool>:probe``                              written and removed at open, to see what the user may do
 ``hcm:<pool>:o:{<shard>}<object key>``            string: size and one word per holder
 ================================================  ========================================================
 
@@ -39,6 +40,7 @@ class Keys:
         self.pool = f"hcm:{pool}"
         self.nodes = f"hcm:{pool}:nodes"
         self.namespaces = f"hcm:{pool}:namespaces"
+        self.probe = f"hcm:{pool}:probe"
         self.object_pattern = f"hcm:{pool}:o:*"
         self._object_prefixes = [f"hcm:{pool}:o:{{{shard}}}" for shard in range(shards)]
 

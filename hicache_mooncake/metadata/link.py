@@ -21,6 +21,7 @@ import redis.exceptions as failures
 
 from hicache_mooncake.config_values import masked_url
 from hicache_mooncake.errors import ConfigError, Unavailable
+from hicache_mooncake.metadata.permissions import REFUSED, grant
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class RedisLink:
             if self._connection_class is not redis.connection.UnixDomainSocketConnection:
                 arguments["socket_keepalive"] = True
             self._arguments = arguments
+            self.user = str(arguments.get("username") or "default")
             self._connection_class(**arguments)
         except (ValueError, TypeError, failures.RedisError) as error:
             # The text of these errors may quote the URL, so it is not passed on.
@@ -93,7 +95,17 @@ class RedisLink:
 
     def unavailable(self, error: BaseException) -> Unavailable:
         text = str(error) or type(error).__name__
-        return Unavailable(f"Redis at {self.place}: {text}", hint="the pool heals when Redis answers again")
+        return Unavailable(f"Redis at {self.place}: {text}", hint=self.remedy(error))
+
+    def remedy(self, error: BaseException | None) -> str:
+        """What helps against ``error``, once the pool was in use."""
+        if isinstance(error, failures.NoPermissionError):
+            return f"let an administrator of Redis run: {grant(self.user)}"
+        if isinstance(error, REFUSED):
+            return "check the user and the password in redis_url, and that Redis has that user and it is on"
+        if isinstance(error, failures.ResponseError):
+            return "Redis answers, and refuses this: see its state (redis-cli info) and its log"
+        return "the pool heals when Redis answers again"
 
     def drop_idle(self) -> None:
         """Close what is idle, and what is in use as soon as it is given back."""

