@@ -21,6 +21,7 @@ from tests.pool import Engine, NodeProcess, eventually, hashes, running
 
 _STEP = 16 << 20
 _SEGMENT_SLACK = 64 << 20
+_FAR_SEGMENT = 64 << 20
 
 
 class Pool:
@@ -33,6 +34,7 @@ class Pool:
         self.redis_url = redis_url
         self.near = near
         self.far = far
+        self.mapped_alone = {pid: _shared_bytes(pid) for pid in self.pids}  # with no engine attached
 
     @property
     def pids(self) -> list[int]:
@@ -45,9 +47,10 @@ def running_pool(largest_footprint: int) -> Iterator[Pool]:
     segment = int(2 * largest_footprint / 0.9) + _SEGMENT_SLACK
     with PrivateRedis() as redis:
         near = NodeProcess(redis.url, "near", settings={"segment_size": segment, "heartbeat": 0.5})
-        far = NodeProcess(redis.url, "far", settings={"segment_size": 64 << 20, "heartbeat": 0.5})
+        far = NodeProcess(redis.url, "far", settings={"segment_size": _FAR_SEGMENT, "heartbeat": 0.5})
         with running(near, far):
             _wait_until_mapped(near.pid, segment)
+            _wait_until_mapped(far.pid, _FAR_SEGMENT)
             yield Pool(redis.url, near, far)
 
 
@@ -63,11 +66,12 @@ class Pages:
         self.content = memory.create("bench-content", page_bytes * count)
         undo.callback(self.content.close)
         self._fill(random.Random(page_bytes))
-        before = [_shared_bytes(pid) for pid in pool.pids]
+        for pid, alone in pool.mapped_alone.items():  # a node unmaps an engine's memory soon after it has gone
+            _wait_until_unmapped(pid, alone + _STEP)
         self.writer = self._engine(pool.near, undo)
         self.reader = self._engine(pool.far, undo)
-        for pid, was in zip(pool.pids, before, strict=True):
-            _wait_until_mapped(pid, was + page_bytes * count)
+        for pid, alone in pool.mapped_alone.items():
+            _wait_until_mapped(pid, alone + page_bytes * count)
         for start in range(0, self.content.size, _STEP):
             self.writer.l2.view[start : start + _STEP] = self.content.view[start : start + _STEP]
         self.names = hashes(f"read/{page_bytes}", count)
@@ -152,3 +156,7 @@ def _wait_until_mapped(pid: int, size: int) -> None:
     """Wait until a node has faulted its memory in, as it has long done when it serves real traffic."""
     eventually(lambda: _shared_bytes(pid) >= size, timeout=120, what=f"{size} bytes mapped in process {pid}")
     time.sleep(0.05)
+
+
+def _wait_until_unmapped(pid: int, size: int) -> None:
+    eventually(lambda: _shared_bytes(pid) <= size, timeout=30, what=f"more than {size} bytes unmapped in process {pid}")
