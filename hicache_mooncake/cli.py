@@ -15,40 +15,53 @@ from dataclasses import fields
 from typing import Any
 
 from hicache_mooncake import __version__
-from hicache_mooncake.config import Settings
+from hicache_mooncake.config import Settings, default_text
 from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
-from hicache_mooncake.operate import commands as operator_commands
+from hicache_mooncake.operate import options
 
 logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 failed, 2 the settings cannot work."""
-    parser = argparse.ArgumentParser(prog="hicache-mooncake", description="Distributed L3 KV cache for SGLang HiCache.")
-    parser.add_argument("--version", action="version", version=f"hicache-mooncake {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    node = commands.add_parser("node", help="run this host's node until SIGTERM")
-    node.add_argument("--config", metavar="FILE", help="settings as JSON, TOML or YAML")
-    node.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
-    node.add_argument("--report-fd", type=int, default=-1, help=argparse.SUPPRESS)
-    for setting in fields(Settings):
-        node.add_argument(
-            "--" + setting.name.replace("_", "-"),
-            metavar="VALUE",
-            help=f"{setting.metadata['doc']} Allowed: {setting.metadata['allowed']}.".replace("%", "%%"),
-        )
-    operator_commands.add_commands(commands)
-    given = parser.parse_args(arguments)
+    given = _parser().parse_args(arguments)
     if given.command == "node":
         return _run_node(given)
+    from hicache_mooncake.operate import commands  # noqa: PLC0415 - --help and --version need none of it
+
+    # What failed is printed by the command; the library's own warnings about it would say it again.
+    logging.getLogger("hicache_mooncake").addHandler(logging.NullHandler())
     try:
-        return operator_commands.run(given)
+        return commands.run(given)
     except ConfigError as error:
         print(f"hicache-mooncake: {error}", file=sys.stderr)
         return 2
     except (HiCacheMooncakeError, OSError) as error:
         print(f"hicache-mooncake: {error}", file=sys.stderr)
         return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hicache-mooncake", description="Distributed L3 KV cache for SGLang HiCache.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"hicache-mooncake {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    text = "run this host's node until SIGTERM"
+    node = commands.add_parser("node", help=text, description=text, allow_abbrev=False)
+    node.add_argument("--config", metavar="FILE", help="settings as JSON, TOML or YAML")
+    node.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
+    node.add_argument("--report-fd", type=int, default=-1, help=argparse.SUPPRESS)
+    for setting in fields(Settings):
+        default = default_text(setting.default, setting.metadata["allowed"])
+        what = f"{setting.metadata['doc']} Allowed: {setting.metadata['allowed']}. Default: {default}."
+        if setting.metadata["by"] == "engine":
+            what += " Read by engines only."
+        node.add_argument(
+            "--" + setting.name.replace("_", "-"), metavar="VALUE", help=what.replace("`", "").replace("%", "%%")
+        )
+    options.add_commands(commands)
+    return parser
 
 
 def _run_node(given: argparse.Namespace) -> int:

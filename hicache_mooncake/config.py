@@ -33,9 +33,14 @@ from hicache_mooncake.errors import ConfigError
 
 MASK = "***"
 
+SMALLEST_SEGMENT = 4096
+"""Bytes of one granule of the segment: with less a node could store nothing, though it says that it stores."""
 
-def _setting(default: object, parse: Parser, allowed: str, doc: str, *, secret: bool = False) -> Any:
-    return field(default=default, metadata={"parse": parse, "allowed": allowed, "doc": doc, "secret": secret})
+
+def _setting(default: object, parse: Parser, allowed: str, doc: str, *, secret: bool = False, by: str = "node") -> Any:
+    """``by``: which process acts on it, the ``node``, the ``engine`` (SGLang), or ``both``."""
+    metadata = {"parse": parse, "allowed": allowed, "doc": doc, "secret": secret, "by": by}
+    return field(default=default, metadata=metadata)
 
 
 def _size(low: int, high: int, allowed: str) -> Parser:
@@ -44,6 +49,13 @@ def _size(low: int, high: int, allowed: str) -> Parser:
 
 def _seconds(low: float, high: float) -> Parser:
     return values.within(values.duration, low, high, f"{low:g} s to {high:g} s is expected")
+
+
+def _segment_size(raw: object) -> int:
+    size: int = values.within(values.size, 0, 1 << 50, "0 to 1024 TiB is expected")(raw)
+    if 0 < size < SMALLEST_SEGMENT:
+        raise ValueError(f"0, or at least {SMALLEST_SEGMENT} bytes, is expected")
+    return size
 
 
 def _protocol(raw: object) -> str:
@@ -73,6 +85,7 @@ class Settings:
         values.name,
         _NAME_ALLOWED,
         "Name of the pool. Pools that share a Redis do not see each other.",
+        by="both",
     )
     redis_url: str = _setting(
         "",
@@ -86,14 +99,16 @@ class Settings:
         "",
         values.socket_path,
         "absolute path, `@name`",
-        "Unix socket of the local node; `@name` is an abstract one. Empty: found, or started.",
+        "Unix socket of the local node; `@name` is an abstract one. Empty: the user's and pool's own place, where an "
+        "engine that finds no node starts one.",
+        by="both",
     )
     name: str = _setting(
         "", values.optional_name, _NAME_ALLOWED, "Name of the node, for people. Empty: the host's name."
     )
     segment_size: int = _setting(
         4 << 30,
-        _size(0, 1 << 50, "0 to 1024 TiB is expected"),
+        _segment_size,
         _SIZE_ALLOWED,
         "DRAM that this host's node gives to the pool. 0: none, the node is only a client.",
     )
@@ -129,9 +144,9 @@ class Settings:
         "absolute path",
         "File that holds the shared secret; a final line break is ignored.",
     )
-    tenant: str = _setting("default", values.name, _NAME_ALLOWED, "Tenants do not see each other's pages.")
+    tenant: str = _setting("default", values.name, _NAME_ALLOWED, "Tenants do not see each other's pages.", by="engine")
     extra_backend_tag: str = _setting(
-        "", values.text, _TEXT, "Free text that becomes part of the identity of every page."
+        "", values.text, _TEXT, "Free text that becomes part of the identity of every page.", by="engine"
     )
     revision: str = _setting(
         "",
@@ -139,9 +154,10 @@ class Settings:
         _TEXT,
         "Revision of the model's weights, part of the identity of every page. Empty: the checkpoint's files are looked "
         "at; set it where hosts hold the same weights in other files.",
+        by="engine",
     )
     op_timeout: float = _setting(
-        3.0, _seconds(0.01, 3600), _SECONDS_ALLOWED, "Longest that one batch of reads or writes may take."
+        3.0, _seconds(0.01, 3600), _SECONDS_ALLOWED, "Longest that one batch of reads or writes may take.", by="both"
     )
     verify: str = _setting(
         "always", values.choice("always"), "`always`", "When a page's checksum is verified: on every read."
@@ -157,6 +173,7 @@ class Settings:
         _size(1 << 20, 1 << 40, "1 MiB to 1 TiB is expected"),
         _SIZE_ALLOWED,
         "Shared memory through which pages go whose L2 pool cannot be shared.",
+        by="engine",
     )
     high_watermark: float = _setting(
         0.90,
@@ -314,7 +331,8 @@ def _shown(key: str, raw: object) -> object:
     return MASK if raw else ""
 
 
-def _default_text(default: object, allowed: str) -> str:
+def default_text(default: object, allowed: str) -> str:
+    """A setting's default for people, in Markdown."""
     if isinstance(default, bool):
         return f"`{str(default).lower()}`"
     if isinstance(default, int) and allowed == _SIZE_ALLOWED and default:
@@ -339,12 +357,15 @@ def reference() -> str:
         "Null, and an empty environment variable, count as not given. Units of sizes are powers of 1024. "
         "An unknown name is refused.",
         "",
-        "| setting | default | allowed | what it is for |",
-        "|---|---|---|---|",
+        "*Read by* says which process acts on a setting. An engine passes all of them on to a node that it starts; one "
+        "that runs already has its own.",
+        "",
+        "| setting | default | allowed | read by | what it is for |",
+        "|---|---|---|---|---|",
     ]
     for key, spec in _SPECS.items():
-        default = _default_text(spec["default"], spec["allowed"])
-        lines.append(f"| `{key}` | {default} | {spec['allowed']} | {spec['doc']} |")
+        default = default_text(spec["default"], spec["allowed"])
+        lines.append(f"| `{key}` | {default} | {spec['allowed']} | {spec['by']} | {spec['doc']} |")
     lines += [
         "",
         "## Coming from SGLang's `mooncake` backend",

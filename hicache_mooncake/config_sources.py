@@ -15,11 +15,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import yaml
-
 from hicache_mooncake.errors import ConfigError
-
-_tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 ENV_PREFIX = "HICACHE_MOONCAKE_"
 ENV_CONFIG = ENV_PREFIX + "CONFIG"
@@ -97,12 +93,14 @@ def canonical(source: Mapping[str, object], known: Collection[str]) -> dict[str,
         if name not in known:
             raise unknown(key, known)
         if name in found:
-            raise ConfigError(key, HIDDEN, f"it is another name of {name!r}, which is given too")
+            alias = next(other for other in source if other != name and UPSTREAM_NAMES.get(other) == name)
+            raise ConfigError(alias, HIDDEN, f"it is another name of {name!r}, which is given too", hint="give one")
         found[name] = raw
     return found
 
 
 def read_file(path: str) -> Mapping[str, object]:
+    """The settings in a file, by its suffix. Raises :class:`ConfigError`."""
     suffix = os.path.splitext(path)[1].lower()
     try:
         with open(path, "rb") as file:
@@ -110,17 +108,17 @@ def read_file(path: str) -> Mapping[str, object]:
         if suffix == ".json":
             data = json.loads(content)
         elif suffix == ".toml":
-            data = _tomllib.loads(content.decode())
+            toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+            data = toml.loads(content.decode())
         elif suffix in (".yaml", ".yml"):
-            data = yaml.safe_load(content)
+            data = _yaml(content)
         else:
             raise ConfigError("config", path, "a .json, .toml, .yaml or .yml file is expected")
     except OSError as error:
         raise ConfigError("config", path, f"the file cannot be read: {error.strerror}") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         # Only where, not what: a parser's message quotes the file, which may hold the secret.
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else getattr(error, "lineno", 0)
+        line = getattr(error, "lineno", 0)
         place = f" (line {line})" if line else ""
         raise ConfigError("config", path, f"the file is not valid {suffix[1:].upper()}{place}") from None
     if data is None:
@@ -128,6 +126,22 @@ def read_file(path: str) -> Mapping[str, object]:
     if not isinstance(data, Mapping):
         raise ConfigError("config", path, "the file must hold one table of settings")
     return {str(key): raw for key, raw in data.items()}
+
+
+class _NotYaml(ValueError):
+    def __init__(self, line: int) -> None:
+        super().__init__("not YAML")
+        self.lineno = line
+
+
+def _yaml(content: bytes) -> object:
+    import yaml  # noqa: PLC0415 - most have no such file, and every start would pay for it
+
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise _NotYaml(mark.line + 1 if mark else 0) from None
 
 
 def from_environment(env: Mapping[str, str], known: Collection[str]) -> dict[str, object]:

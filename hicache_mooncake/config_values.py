@@ -25,6 +25,21 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|min|m|h|)", re.IGNORECASE
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _TRUE = frozenset(("true", "yes", "on", "1"))
 _FALSE = frozenset(("false", "no", "off", "0"))
+_URL_PARAMETERS = frozenset(("db", "username", "password", "client_name", "socket_read_size"))
+_TLS_PARAMETERS = frozenset(
+    (
+        "ssl_ca_certs",
+        "ssl_ca_data",
+        "ssl_ca_path",
+        "ssl_cert_reqs",
+        "ssl_certfile",
+        "ssl_check_hostname",
+        "ssl_ciphers",
+        "ssl_keyfile",
+        "ssl_min_version",
+        "ssl_password",
+    )
+)
 _SECRET_QUERY = re.compile(r"((?:^|[?&])[^=&]*password=)[^&]*", re.IGNORECASE)
 
 
@@ -208,7 +223,15 @@ def redis_url(raw: object) -> str:
         raise ValueError(refused)
     elif parts.path not in ("", "/") and not re.fullmatch(r"/[0-9]{1,5}/?", parts.path):
         raise ValueError(refused + "; the path is the number of a database")
-    query = dict(parse_qsl(parts.query))
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    allowed = _URL_PARAMETERS | _TLS_PARAMETERS if parts.scheme == "rediss" else _URL_PARAMETERS
+    for parameter in query:
+        if parameter not in allowed:
+            # With an @ behind it, what looks like a parameter is a part of a password that holds a ?.
+            plain = re.fullmatch(r"[A-Za-z_]{1,40}", parameter) and "@" not in parts.query
+            named = f"the parameter {parameter!r}" if plain else "a parameter"
+            known = ", ".join(sorted(allowed))
+            raise ValueError(f"{named} after the ? is not known; {known} are")
     if "db" in query and not query["db"].isdigit():
         raise ValueError(refused + "; db is the number of a database")
     return value

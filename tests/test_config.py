@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hicache_mooncake import config, config_sources, config_values
 from hicache_mooncake.config import Settings
 from hicache_mooncake.errors import ConfigError
+from hicache_mooncake.metadata.link import RedisLink
 
 SECRET = "hunter2"
 
@@ -137,7 +138,12 @@ def test_keys_of_sglang_are_dropped() -> None:
 def test_upstream_names_are_mapped() -> None:
     settings = load({"global_segment_size": "2gb", "tenant_id": "team", "protocol": "tcp", "device_name": "mlx5_0"})
     assert (settings.segment_size, settings.tenant, settings.device_name) == (2 << 30, "team", "mlx5_0")
-    assert refused({"global_segment_size": 1, "segment_size": 2}).allowed.startswith("it is another name")
+    for both in ({"global_segment_size": 1, "segment_size": 2}, {"segment_size": 2, "global_segment_size": 1}):
+        error = refused(both)
+        assert (error.field, error.allowed.split(",")[0]) == (
+            "global_segment_size",
+            "it is another name of 'segment_size'",
+        )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +184,15 @@ def test_upstream_switches_that_are_off_ask_for_nothing(inert: str) -> None:
     ],
 )
 def test_sizes(raw: object, size: int) -> None:
-    assert load({"segment_size": raw}).segment_size == size
+    assert config_values.size(raw) == size
+
+
+@pytest.mark.parametrize(("raw", "taken"), [(0, True), (1, False), ("4095", False), ("4k", True)])
+def test_a_segment_that_could_hold_nothing_is_refused(raw: object, taken: bool) -> None:
+    if taken:
+        load({"segment_size": raw})
+    else:
+        assert "at least 4096 bytes" in refused({"segment_size": raw}).allowed
 
 
 @pytest.mark.parametrize("raw", [-1, "-1", "4 apples", "", "gb", True, 1.5, float("nan"), [], "1e9", "٣", {}])
@@ -267,6 +281,8 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> Non
         {"redis_url": "redis://h:0"},
         {"redis_url": "redis://h/zero"},
         {"redis_url": "redis://h?db=x"},
+        {"redis_url": "redis://h/0?foo=bar"},
+        {"redis_url": "redis://h?ssl_ca_certs=/ca.pem"},
         {"redis_url": "unix://"},
         {"redis_url": 6379},
         {"ssd_path": "/ssd"},
@@ -302,6 +318,18 @@ def test_refused_values(extra: dict[str, object]) -> None:
 def test_accepted_values(extra: dict[str, object]) -> None:
     (name,) = extra
     assert getattr(load(extra), name) == extra[name]
+
+
+def test_parameters_of_a_redis_url_are_known_ones() -> None:
+    assert "the parameter 'foo' after the ?" in refused({"redis_url": "redis://h/0?foo=bar"}).allowed
+    assert SECRET not in str(refused({"redis_url": f"redis://user:12?{SECRET}=x@h"}))
+    for scheme, names in (
+        ("redis", config_values._URL_PARAMETERS),
+        ("rediss", config_values._URL_PARAMETERS | config_values._TLS_PARAMETERS),
+    ):
+        for name in names:
+            value = {"ssl_check_hostname": "true", "ssl_cert_reqs": "none", "ssl_min_version": "771"}.get(name, "1")
+            RedisLink(load({"redis_url": f"{scheme}://h?{name}={value}"}).redis_url, timeout=1, client_name="t").close()
 
 
 def test_yaml_booleans_are_words_where_words_are_expected(tmp_path: Path) -> None:
@@ -404,3 +432,4 @@ def test_the_reference_is_current() -> None:
     )
     for field in dataclasses.fields(Settings):
         assert f"\n| `{field.name}` |".encode() in printed.stdout
+        assert field.metadata["by"] in ("node", "engine", "both")

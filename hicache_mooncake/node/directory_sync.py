@@ -40,6 +40,9 @@ NAMESPACE_LIMIT = 10_000
 SWEEP_WITHIN = 10.0
 """What a dead node left in Redis is swept within so many seconds of somebody noticing; who comes first does it."""
 
+REMEMBER = 600.0
+"""Seconds a node that vanished from Redis is remembered: it may still run and hold pages, only out of Redis' sight."""
+
 
 class DirectorySync:
     """One node's writes to the directory, its heartbeat, and the other nodes it knows. Thread-safe."""
@@ -62,6 +65,7 @@ class DirectorySync:
         self.node_id = describe().id
         self.holder = f"{self.node_id}/dram"
         self._others: dict[str, NodeRecord] = {}
+        self._vanished: dict[str, tuple[NodeRecord, float]] = {}
         self._seen_nodes_at = 0.0
         self._behind = threading.Event()  # Redis missed a write of ours
         self._lost_keys: deque[str] = deque(maxlen=FORGOTTEN_LIMIT)
@@ -89,9 +93,17 @@ class DirectorySync:
 
     def others(self) -> dict[str, NodeRecord]:
         """The other nodes alive as of the last heartbeat; nobody when Redis has been away longer than a TTL."""
-        if time.monotonic() - self._seen_nodes_at > self._ttl + self._heartbeat:
-            return {}
-        return self._others
+        return self._others if self.view_is_current() else {}
+
+    def view_is_current(self) -> bool:
+        """Whether Redis told who lives within the last TTL; if not, nobody here knows who is in the pool."""
+        return time.monotonic() - self._seen_nodes_at <= self._ttl + self._heartbeat
+
+    def known(self) -> dict[str, NodeRecord]:
+        """Every other node that was alive within the last minutes, also those that Redis does not name now."""
+        since = time.monotonic() - REMEMBER
+        vanished = {node_id: record for node_id, (record, at) in list(self._vanished.items()) if at > since}
+        return {**vanished, **self._others}
 
     def lookup(self, keys: Sequence[str]) -> list[ObjectRecord | None]:
         """Who is said to hold each key. Raises ``Unavailable``."""
@@ -109,8 +121,12 @@ class DirectorySync:
         nodes.pop(self.node_id, None)
         if self._sweep_at is None and any(node_id not in nodes for node_id in self._others):
             self._sweep_at = time.monotonic() + random.uniform(0.1, 1) * SWEEP_WITHIN
+        now = time.monotonic()
+        vanished = {node_id: (record, at) for node_id, (record, at) in self._vanished.items() if now - at < REMEMBER}
+        vanished.update((node_id, (record, now)) for node_id, record in self._others.items() if node_id not in nodes)
+        self._vanished = {node_id: seen for node_id, seen in vanished.items() if node_id not in nodes}
         self._others = nodes
-        self._seen_nodes_at = time.monotonic()
+        self._seen_nodes_at = now
 
     # -- writes
 

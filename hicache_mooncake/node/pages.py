@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from hicache_mooncake.errors import HiCacheMooncakeError
+from hicache_mooncake.metadata.records import NodeRecord
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page
@@ -19,6 +20,7 @@ from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.reading import PageReader
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.node.writing import PageWriter
+from hicache_mooncake.transfer.handshake import AnotherNode
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,10 @@ CHECK_MARGIN = 0.02
 
 MAX_PEER_READS = 16
 """Peers read from at once, over all requests; more wait their turn inside their deadline."""
+
+
+UNSEEN = "whoever else is in the pool (Redis does not answer)"
+"""Stands in :meth:`PageService.clear` for the nodes that only Redis could name."""
 
 
 class PageService:
@@ -44,6 +50,7 @@ class PageService:
         watermark: float,
     ) -> None:
         self._store = store
+        self._sync = sync
         self._peers = peers
         self._lanes = CopyLanes(copy_threads)
         self._readers = ThreadPoolExecutor(MAX_PEER_READS, thread_name_prefix="hcm-peer")
@@ -74,21 +81,33 @@ class PageService:
         self._writer.drop_surplus(pages)
 
     def clear(self, digests: Sequence[str], deadline: float) -> tuple[int, list[str]]:
-        """Drop every page of these namespaces on every node: how many went, and the nodes that did not answer."""
+        """Drop every page of these namespaces on every node: how many went, and who may still hold some.
+
+        Also nodes that Redis has lost sight of are asked. While Redis tells nothing, nobody knows whom to ask besides:
+        ``UNSEEN`` then stands among those not reached.
+        """
         dropped = self.clear_here(digests)
-        nodes = sorted(self._peers.alive_ids())
-        orders = [self._readers.submit(self._clear_peer, node_id, digests, deadline) for node_id in nodes]
+        nodes = sorted(self._sync.known().items())
+        orders = [
+            self._readers.submit(self._clear_peer, node_id, record, digests, deadline) for node_id, record in nodes
+        ]
         answers = [order.result() for order in orders]
-        unreached = [node_id for node_id, count in zip(nodes, answers, strict=True) if count is None]
+        unreached = [node_id for (node_id, _), count in zip(nodes, answers, strict=True) if count is None]
+        if not self._sync.view_is_current():
+            unreached.append(UNSEEN)
         return dropped + sum(count or 0 for count in answers), unreached
 
-    def _clear_peer(self, node_id: str, digests: Sequence[str], deadline: float) -> int | None:
-        peer = self._peers.get(node_id)
-        if peer is None:
-            return None
+    def _clear_peer(self, node_id: str, record: NodeRecord, digests: Sequence[str], deadline: float) -> int | None:
+        """How many pages went; None when the node may still hold some."""
         try:
-            return peer.clear(digests, deadline - CHECK_MARGIN)
+            peer = self._peers.get(node_id)
+            if peer is not None:
+                return peer.clear(digests, deadline - CHECK_MARGIN)
+            with self._peers.visit(node_id, record) as stranger:
+                return stranger.clear(digests, deadline - CHECK_MARGIN)
         except HiCacheMooncakeError as error:
+            if node_id not in self._sync.others() and _has_ended(error):
+                return 0
             logger.warning("node %s did not clear: %s", node_id, error)
             return None
 
@@ -96,3 +115,8 @@ class PageService:
         """Drop this node's pages of these namespaces."""
         prefixes = tuple(f"{digest}:" for digest in digests)
         return self._store.remove_where(lambda key: key.startswith(prefixes)) if prefixes else 0
+
+
+def _has_ended(error: HiCacheMooncakeError) -> bool:
+    """Whether a failure shows that the node's process is gone: its host says that nobody, or another, listens there."""
+    return isinstance(error, AnotherNode) or isinstance(error.__cause__, ConnectionRefusedError)

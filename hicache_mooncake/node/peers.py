@@ -99,6 +99,10 @@ class Peers:
                 self._peers[node_id] = peer
             return peer
 
+    def visit(self, node_id: str, record: NodeRecord) -> Peer:
+        """A peer of the caller's own, which closes it, for a node whether alive or not. Raises ``ProtocolError``."""
+        return self._transport.connect(record.addresses.get(self._transport.scheme, ""), node_id, self._credentials)
+
     def succeeded(self, node_id: str) -> None:
         """The peer did what it should: it is used without reserve again."""
         if node_id in self._rests:

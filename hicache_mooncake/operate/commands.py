@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -13,50 +14,19 @@ from typing import Any
 
 from hicache_mooncake.config import Settings
 from hicache_mooncake.errors import ConfigError
+from hicache_mooncake.metadata.directory import Directory
 from hicache_mooncake.operate import doctor, pool_view
+from hicache_mooncake.operate.facts import facts
+from hicache_mooncake.operate.options import SETTINGS
 from hicache_mooncake.radix_bridge import namespace_seed, page_hashes
-
-Command = Callable[[argparse.Namespace, Settings], int]
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 
-def add_commands(commands: Any) -> None:
-    """Add the subcommands to an argparse subparsers object; each sets ``run`` to its function."""
-    _command(commands, "status", "the pool on one page: nodes, memory, namespaces, this host's counters", status)
-    _command(commands, "nodes", "the nodes that are alive", nodes)
-    listing = _command(commands, "ls", "objects that are stored", ls)
-    listing.add_argument("--namespace", default="", metavar="DIGEST", help="only of this namespace")
-    listing.add_argument("--limit", type=int, default=50, help="at most so many (default 50)")
-    inspect = _command(commands, "inspect", "where the pages of a prompt, or one page, are held", inspect_pages)
-    inspect.add_argument("hash", nargs="?", default="", help="a page hash")
-    inspect.add_argument("--tokens", metavar="FILE", help="token ids of a prompt as a JSON list, - for standard input")
-    inspect.add_argument("--page-size", type=int, default=64, help="tokens a page (default 64)")
-    inspect.add_argument("--extra-key", default=None, help="the request's extra key, such as a LoRA id")
-    inspect.add_argument("--cache-salt", default=None, help="the request's cache salt")
-    clear = _command(commands, "clear", "drop a namespace's pages on every node", clear_namespaces)
-    clear.add_argument("namespace", nargs="+", metavar="DIGEST", help="as in status")
-    examine = _command(commands, "doctor", "what keeps the pool from working well, each with its remedy", run_doctor)
-    examine.add_argument("--sglang", default="", metavar="ARGS", help="SGLang's command line, to be looked at too")
-
-
-def _command(commands: Any, name: str, text: str, run: Command) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(run=run)
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.add_argument("--config", metavar="FILE", help="settings as JSON, TOML or YAML")
-    for setting in ("redis_url", "pool", "node"):
-        parser.add_argument(f"--{setting.replace('_', '-')}", metavar="VALUE", help="as in the node's settings")
-    return parser
-
-
 def run(given: argparse.Namespace) -> int:
-    """Carry out a command that :func:`add_commands` added; its exit status."""
-    overrides = {
-        name: getattr(given, name) for name in ("redis_url", "pool", "node") if getattr(given, name) is not None
-    }
-    command: Command = given.run
-    return command(given, Settings.load(overrides, file=given.config))
+    """Carry out a command of :mod:`options`; its exit status: 1 when something is wrong with the pool."""
+    overrides = {name: getattr(given, name) for name in SETTINGS if getattr(given, name) is not None}
+    return _COMMANDS[given.command](given, Settings.load(overrides, file=given.config))
 
 
 def status(given: argparse.Namespace, settings: Settings) -> int:
@@ -94,50 +64,85 @@ def nodes(given: argparse.Namespace, settings: Settings) -> int:
 
 def ls(given: argparse.Namespace, settings: Settings) -> int:
     with pool_view.directory(settings) as pool:
-        found = pool_view.listing(pool, digest=given.namespace, page_hash="", limit=given.limit)
-    return _print_objects(given, found)
+        found = pool_view.listing(pool, digest=given.namespace, page_hash="", limit=given.limit + 1)
+    _print_objects(given, found[: given.limit])
+    if len(found) > given.limit and not given.json:
+        print(f"there are more than these {given.limit}: --limit shows more of them")
+    return 0
 
 
 def inspect_pages(given: argparse.Namespace, settings: Settings) -> int:
     if bool(given.hash) == bool(given.tokens):
         raise ConfigError("--tokens", given.tokens or "", "either a page hash or --tokens is expected")
-    hashes = [given.hash]
-    if given.tokens:
-        text = sys.stdin.read() if given.tokens == "-" else Path(given.tokens).read_text()
-        try:
-            tokens = json.loads(text)
-            prior = namespace_seed(given.extra_key, given.cache_salt)
-            hashes = page_hashes(tokens, given.page_size, prior=prior)
-        except (ValueError, TypeError) as error:
-            raise ConfigError("--tokens", given.tokens, f"a JSON list of token ids is expected ({error})") from error
-    found: list[pool_view.ObjectView] = []
+    tokens = _tokens(given.tokens) if given.tokens else []
     with pool_view.directory(settings) as pool:
-        for page_hash in hashes:
-            objects = pool_view.listing(pool, digest="", page_hash=page_hash, limit=1000)
-            found += objects
-            if given.tokens and not objects:
-                break
-    if given.tokens and not given.json:
-        held = len({view.page_hash for view in found if view.holders})
-        print(f"{held} of {len(hashes)} pages are held: {held * given.page_size} tokens from the first one on")
+        if given.tokens:
+            return _inspect_prompt(given, pool, tokens)
+        found = pool_view.listing(pool, digest="", page_hash=given.hash, limit=1000)
+    if not found and not given.json:
+        plain = re.fullmatch(r"[0-9a-f]{64}", given.hash)
+        print(f"nothing is stored under {given.hash!r}" + ("" if plain else ": a page hash has 64 hex digits"))
+        return 0
     return _print_objects(given, found)
 
 
+def _inspect_prompt(given: argparse.Namespace, pool: Directory, tokens: list[int]) -> int:
+    prior = namespace_seed(given.extra_key, given.cache_salt)
+    best = pool_view.Prompt(0, 0, 0, [])
+    for page_size in [given.page_size] if given.page_size else pool_view.page_sizes(pool):
+        try:
+            hashes = page_hashes(tokens, page_size, prior=prior)
+        except (ValueError, TypeError) as error:
+            raise ConfigError("--tokens", given.tokens, f"a JSON list of token ids is expected ({error})") from error
+        prompt = pool_view.prompt(pool, hashes, page_size)
+        if not best.page_size or prompt.tokens > best.tokens:
+            best = prompt
+    if not best.page_size:
+        raise ConfigError("--page-size", "", "no namespace in Redis tells the size of a page", hint="give it")
+    if not given.json:
+        print(
+            f"{best.held} of {best.pages} pages of {best.page_size} tokens are held: "
+            f"{best.tokens} tokens from the first one on"
+        )
+    return _print_objects(given, best.objects)
+
+
+def _tokens(place: str) -> list[int]:
+    try:
+        content = json.loads(sys.stdin.read() if place == "-" else Path(place).read_text())
+    except OSError as error:
+        raise ConfigError("--tokens", place, f"it cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ConfigError("--tokens", place, f"a JSON list of token ids is expected ({error})") from error
+    if not isinstance(content, list):
+        raise ConfigError("--tokens", place, "a JSON list of token ids is expected")
+    return content
+
+
 def clear_namespaces(given: argparse.Namespace, settings: Settings) -> int:
+    known = pool_view.known_namespaces(settings)
+    for digest in given.namespace:
+        if not re.fullmatch(r"[0-9a-f]{16}", digest) or (known is not None and digest not in known):
+            listed = ", ".join(sorted(known or ())) or "none can be seen now"
+            raise ConfigError("DIGEST", digest, f"it is no namespace of the pool; its namespaces: {listed}")
     with pool_view.local_node(settings) as node:
         cleared = node.clear(given.namespace, within=30.0)
     if given.json:
         _json({"objects": cleared.objects, "unreached": cleared.unreached})
     else:
-        print(
-            f"{cleared.objects} objects dropped"
-            + (f"; not reached: {', '.join(cleared.unreached)}" if cleared.unreached else "")
-        )
+        print(f"{cleared.objects} objects dropped")
+        if cleared.unreached:
+            print(f"not reached, may hold more: {', '.join(cleared.unreached)}")
     return 1 if cleared.unreached else 0
 
 
 def run_doctor(given: argparse.Namespace, settings: Settings) -> int:
-    findings = doctor.examine(doctor.facts(settings, doctor.parse_sglang_flags(shlex.split(given.sglang))))
+    try:
+        words = shlex.split(given.sglang)
+    except ValueError as error:
+        allowed = f"a command line is expected, as the shell takes it ({str(error).lower()})"
+        raise ConfigError("--sglang", given.sglang, allowed) from error
+    findings = doctor.examine(facts(settings, doctor.parse_sglang_flags(words)))
     if given.json:
         _json([asdict(finding) for finding in findings])
     else:
@@ -146,6 +151,16 @@ def run_doctor(given: argparse.Namespace, settings: Settings) -> int:
             if finding.remedy:
                 print(f"     -> {finding.remedy}")
     return 1 if any(finding.level == "fail" for finding in findings) else 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, Settings], int]] = {
+    "status": status,
+    "nodes": nodes,
+    "ls": ls,
+    "inspect": inspect_pages,
+    "clear": clear_namespaces,
+    "doctor": run_doctor,
+}
 
 
 # -- printing

@@ -1,30 +1,24 @@
 """What on this host, in these settings or in SGLang's flags keeps the pool from working well; each with its remedy.
 
-Checks are functions of plain facts, so that a test can plant any of them; :func:`facts` collects the real ones.
+Checks are functions of plain facts, so that a test can plant any of them.
 """
 
 from __future__ import annotations
 
-import resource
-import socket
-import time
+import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hicache_mooncake import memory
 from hicache_mooncake.config import Settings
-from hicache_mooncake.engine.launch import NodeFinder
-from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
-from hicache_mooncake.metadata.directory import Directory
-from hicache_mooncake.metadata.records import NodeRecord
-from hicache_mooncake.metadata.redis_server import find_binary
-from hicache_mooncake.node.segment import HOST_RESERVE, available_memory
-from hicache_mooncake.transfer.address import parse
+from hicache_mooncake.config_sources import read_file
+from hicache_mooncake.errors import ConfigError
+from hicache_mooncake.node.segment import HOST_RESERVE
+from hicache_mooncake.operate.facts import Facts
 
-CONNECT_WITHIN = 1.0
-"""Seconds another node's data port has to accept a connection."""
+REDIS_ALMOST_FULL = 0.95
+"""Part of ``maxmemory`` from which on a directory that only grows is about to be refused."""
 
 SLOW_REDIS_MS = 2.0
 """A lookup is one round trip on the path to the first token: slower than this is worth saying."""
@@ -41,71 +35,6 @@ class Finding:
     level: Literal["ok", "warn", "fail"]
     found: str
     remedy: str = ""
-
-
-@dataclass
-class Facts:
-    """Everything the checks look at. Sizes in bytes, times as said."""
-
-    settings: Settings
-    redis_error: str = ""
-    redis_ms: float = 0.0
-    redis_binary: str = ""
-    redis_policy: tuple[str, int] = ("noeviction", 0)  # maxmemory-policy, maxmemory
-    nodes: list[NodeRecord] = field(default_factory=list)
-    reachable: dict[str, str] = field(default_factory=dict)  # node id -> error, empty when it answers
-    node_here: bool = False
-    available_memory: int = 0
-    huge_pages_free: int = 0
-    open_files: int = 0
-    memlock: int = 0
-    now: float = 0.0
-    sglang: Mapping[str, Any] = field(default_factory=dict)  # flags as given: name -> value
-
-
-def facts(settings: Settings, sglang: Mapping[str, Any]) -> Facts:
-    """What is so on this host, now."""
-    found = Facts(settings, sglang=sglang, now=time.time())
-    found.available_memory = available_memory()
-    found.huge_pages_free = memory.free_huge_bytes()
-    found.open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    found.memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    with suppress(ConfigError):
-        found.redis_binary = find_binary()
-    with suppress(HiCacheMooncakeError):
-        NodeFinder(settings).dial(time.monotonic() + CONNECT_WITHIN).close()
-        found.node_here = True
-    if settings.redis_url:
-        _ask_redis(found)
-    return found
-
-
-def _ask_redis(found: Facts) -> None:
-    directory = Directory(found.settings.redis_url, found.settings.pool, timeout=CONNECT_WITHIN)
-    try:
-        directory.nodes()  # the first call pays for the connection
-        started = time.perf_counter()
-        found.nodes = list(directory.nodes().values())
-        found.redis_ms = (time.perf_counter() - started) * 1000
-        found.redis_policy = directory.memory_policy()
-    except HiCacheMooncakeError as error:
-        found.redis_error = str(error)
-    finally:
-        directory.close()
-    for node in found.nodes:
-        found.reachable[node.id] = _connect_error(node)
-
-
-def _connect_error(node: NodeRecord) -> str:
-    try:
-        where = parse(node.addresses.get("tcp", ""))
-        with socket.create_connection((where.host, where.port), timeout=CONNECT_WITHIN):
-            return ""
-    except (OSError, HiCacheMooncakeError) as error:
-        return str(error) or type(error).__name__
-
-
-# -- the checks
 
 
 def redis_answers(f: Facts) -> Iterator[Finding]:
@@ -145,8 +74,34 @@ def redis_keeps_the_directory(f: Facts) -> Iterator[Finding]:
         )
 
 
+def redis_has_room(f: Facts) -> Iterator[Finding]:
+    policy, limit = f.redis_policy
+    if limit and policy == "noeviction" and f.redis_used >= REDIS_ALMOST_FULL * limit:
+        yield Finding(
+            "redis memory",
+            "fail",
+            f"{f.redis_used >> 10} of {limit >> 10} KiB are used: Redis refuses what nodes tell it",
+            "redis-cli config set maxmemory MORE (about 250 bytes a page), or 0 for no limit",
+        )
+
+
 def a_node_is_here(f: Facts) -> Iterator[Finding]:
-    if f.node_here:
+    listed = {node.id for node in f.nodes}
+    if f.node_error:
+        yield Finding(
+            "node",
+            "fail",
+            f"who answers on this host is not the node of pool {f.settings.pool}: {f.node_error}",
+            "give pool and node as the node has them, or start one for this pool",
+        )
+    elif f.node_id and f.settings.redis_url and not f.redis_error and f.node_id not in listed:
+        yield Finding(
+            "node",
+            "fail",
+            f"this host's node {f.node_id} is not in this Redis: its own is {f.node_redis}",
+            "start it with the same redis_url; right after Redis was away, wait for a heartbeat",
+        )
+    elif f.node_here:
         yield Finding("node", "ok", "a node answers on this host")
     elif f.settings.node:
         yield Finding(
@@ -164,11 +119,24 @@ def nodes_reach_each_other(f: Facts) -> Iterator[Finding]:
             yield Finding(
                 "peers",
                 "fail",
-                f"node {node.id} at {where} cannot be connected to: {error}",
-                "set its listen and advertise to an address that this host reaches, and open the port",
+                f"node {node.id} at {where} cannot be read from: {error}",
+                _remedy(error),
             )
-    if f.nodes and not any(f.reachable.values()):
-        yield Finding("peers", "ok", f"all {len(f.nodes)} nodes accept connections")
+    if f.reachable and not any(f.reachable.values()):
+        yield Finding("peers", "ok", f"all {len(f.nodes)} nodes take connections of this pool and secret")
+
+
+def _remedy(error: str) -> str:
+    if "secret" in error:
+        return "give the nodes' secret: --secret-file here, secret_file on every node, the same content everywhere"
+    if "pool" in error or "another node" in error:
+        return "what is in Redis is not what listens there: is the address, or a forwarded port, given twice?"
+    if "version" in error:
+        return "install one version everywhere"
+    return (
+        "is its process stopped, its host overloaded, the port closed? "
+        "Its listen and advertise must be an address that this host reaches"
+    )
 
 
 def loopback_is_not_told_to_others(f: Facts) -> Iterator[Finding]:
@@ -185,6 +153,8 @@ def loopback_is_not_told_to_others(f: Facts) -> Iterator[Finding]:
 
 
 def the_secret_is_set(f: Facts) -> Iterator[Finding]:
+    if f.secret_error:
+        yield Finding("secret", "fail", f.secret_error, "run this as the nodes' user, or give --secret-file")
     listen = f.settings.listen
     if not listen.startswith(("127.", "[::1]", "localhost")) and not (f.settings.secret or f.settings.secret_file):
         yield Finding(
@@ -269,7 +239,27 @@ def sglang_asks_the_pool(f: Facts) -> Iterator[Finding]:
             "prefetch policy best_effort starts computing at once and drops what L3 would have brought",
             "--hicache-storage-prefetch-policy timeout (the default) or wait_complete",
         )
-    threshold = _number(flags.get("prefetch_threshold"), PREFETCH_THRESHOLD)
+    extra: Mapping[str, Any] = {}
+    given = flags.get("hicache-storage-backend-extra-config")
+    if given is not None:
+        try:
+            extra = _extra_config(given)
+            Settings.load(extra)
+        except (ConfigError, ValueError) as error:
+            yield Finding(
+                "sglang",
+                "fail",
+                f"--hicache-storage-backend-extra-config: {error}",
+                "a JSON object in single quotes, or @file.json, with settings of docs/configuration.md",
+            )
+        if "secret" in extra and not str(given).startswith("@"):
+            yield Finding(
+                "sglang",
+                "warn",
+                "the secret is in the extra config, which SGLang prints into its log",
+                "secret_file, or HICACHE_MOONCAKE_SECRET in the environment, or @file",
+            )
+    threshold = _number(flags.get("prefetch_threshold", extra.get("prefetch_threshold")), PREFETCH_THRESHOLD)
     prompt = _number(flags.get("prompt-tokens"), 0)
     if prompt and prompt < threshold:
         yield Finding(
@@ -287,6 +277,22 @@ def sglang_asks_the_pool(f: Facts) -> Iterator[Finding]:
         )
 
 
+def _extra_config(given: object) -> Mapping[str, Any]:
+    """The extra config as SGLang reads it. Raises ``ConfigError`` or ``ValueError``."""
+    if not isinstance(given, str):
+        raise ValueError("a value is expected")
+    if given.startswith("@"):
+        return read_file(given[1:])
+    try:
+        content = json.loads(given)
+    except ValueError as error:
+        position = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"it is not JSON{position}") from None
+    if not isinstance(content, dict):
+        raise ValueError("a JSON object is expected")
+    return content
+
+
 def _number(value: Any, default: float) -> float:
     try:
         return float(value)
@@ -297,6 +303,7 @@ def _number(value: Any, default: float) -> float:
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     redis_answers,
     redis_keeps_the_directory,
+    redis_has_room,
     a_node_is_here,
     nodes_reach_each_other,
     loopback_is_not_told_to_others,

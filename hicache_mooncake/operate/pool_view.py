@@ -89,7 +89,7 @@ def directory(settings: Settings) -> Iterator[Directory]:
                 url = node.redis
         except HiCacheMooncakeError as error:
             raise ConfigError(
-                "redis_url", "", f"it is not set, and no node here tells it ({error})", hint="give --redis-url"
+                "redis_url", "", f"it is not set, and no node here tells it ({error.message})", hint="give --redis-url"
             ) from error
         if "***" in url:
             raise ConfigError("redis_url", url, "the node keeps its password to itself", hint="give --redis-url")
@@ -183,3 +183,45 @@ def listing(pool: Directory, *, digest: str, page_hash: str, limit: int) -> list
         if len(found) >= limit:
             break
     return found
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How much of a prompt is held: ``held`` of its ``pages``, counted from the first one to the first miss."""
+
+    page_size: int
+    pages: int
+    held: int
+    objects: list[ObjectView]
+
+    @property
+    def tokens(self) -> int:
+        return self.held * self.page_size
+
+
+def prompt(pool: Directory, hashes: Sequence[str], page_size: int) -> Prompt:
+    """Look for a prompt's pages, up to the first that nobody alive holds."""
+    found: list[ObjectView] = []
+    held = 0
+    for page_hash in hashes:
+        objects = listing(pool, digest="", page_hash=page_hash, limit=1000)
+        found += objects
+        if not any(view.holders for view in objects):
+            break
+        held += 1
+    return Prompt(page_size, len(hashes), held, found)
+
+
+def page_sizes(pool: Directory) -> list[int]:
+    """The page sizes, in tokens, that the pool's namespaces have."""
+    given = {fields.get("page_size", "") for fields in pool.namespaces().values()}
+    return sorted(int(text) for text in given if text.isascii() and text.isdigit() and int(text) > 0)
+
+
+def known_namespaces(settings: Settings) -> set[str] | None:
+    """The digests declared in Redis; None when Redis cannot be asked, from here or now."""
+    try:
+        with directory(settings) as pool:
+            return set(pool.namespaces())
+    except HiCacheMooncakeError:
+        return None

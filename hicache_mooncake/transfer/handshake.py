@@ -69,6 +69,10 @@ _REASONS: Final = {
 }
 
 
+class AnotherNode(ProtocolError):
+    """Who answers is not the node that was looked for, which has ended therefore."""
+
+
 class _State(Enum):
     AWAIT_HELLO = auto()
     AWAIT_CHALLENGE = auto()
@@ -191,8 +195,8 @@ class ReaderHandshake(_Handshake):
         except (IndexError, ValueError):
             raise ProtocolError("the listener refused without a known reason") from None
         text = f"the listener refuses us: {_REASONS[refusal]}"
-        error = Unavailable(text) if refusal is Refusal.BUSY else ProtocolError(text)
-        return self._refuse(refusal, error)
+        kind = {Refusal.BUSY: Unavailable, Refusal.NODE: AnotherNode}.get(refusal, ProtocolError)
+        return self._refuse(refusal, kind(text))
 
     def _refuse(self, refusal: Refusal, error: HiCacheMooncakeError) -> bytes:
         self._state, self.error = _State.REFUSED, error

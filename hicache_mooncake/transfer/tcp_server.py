@@ -63,7 +63,7 @@ class TcpListener(Listener):
             self.address = str(contact(wanted._replace(port=self._socket.getsockname()[1]), advertise))
         except ProtocolError as error:
             self._socket.close()
-            raise ConfigError("advertise", advertise, "a host, or host:port, that peers can contact") from error
+            raise _not_told(address, advertise, error) from error
         self._thread = threading.Thread(target=self._accept, name=f"accept {self.address}", daemon=True)
         self._thread.start()
 
@@ -209,11 +209,21 @@ class TcpListener(Listener):
         stream.send([wire.encode_stored(kept)], deadline)
 
 
+def _not_told(address: str, advertise: str, error: ProtocolError) -> ConfigError:
+    if not advertise:
+        why = f"listen is {address}, every interface of this host, so peers must be told one of its addresses"
+        return ConfigError("advertise", "", why, hint="set advertise to a host, or host:port, that peers can contact")
+    allowed = "a host, or host:port, that peers can contact is expected"
+    return ConfigError("advertise", advertise, allowed, hint=str(error))
+
+
 def _listen_address(address: str) -> Address:
     try:
         return parse(address, listening=True)
     except ProtocolError as error:
-        raise ConfigError("listen", address, "host:port, where port 0 picks a free one", hint=str(error)) from error
+        raise ConfigError(
+            "listen", address, "host:port is expected, where port 0 picks a free one", hint=str(error)
+        ) from error
 
 
 def _bind(wanted: Address, address: str) -> socket.socket:
@@ -227,5 +237,5 @@ def _bind(wanted: Address, address: str) -> socket.socket:
         return socket.create_server(where[:2], family=family, backlog=128, dualstack_ipv6=dual)
     except OSError as error:
         raise ConfigError(
-            "listen", address, f"an address of this host that is free ({error.strerror or error})"
+            "listen", address, f"an address of this host that is free is expected ({error.strerror or error})"
         ) from error

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hicache_mooncake.config import Settings
+from hicache_mooncake.metadata.directory import Directory
 from hicache_mooncake.metadata.records import NodeRecord
-from hicache_mooncake.operate.doctor import Facts, examine, facts, parse_sglang_flags
+from hicache_mooncake.operate.doctor import examine, parse_sglang_flags
+from hicache_mooncake.operate.facts import Facts, facts
 
 URL = {"redis_url": "redis://r/0"}
 
@@ -46,13 +50,41 @@ PLANTED: list[tuple[str, Callable[[], Facts]]] = [
     ("no server to start", lambda: healthy(settings=Settings.of({"segment_size": "1gb"}), redis_binary="")),
     ("round trip takes 9.0 ms", lambda: healthy(redis_ms=9.0)),
     ("allkeys-lru", lambda: healthy(redis_policy=("allkeys-lru", 1 << 30))),
+    ("1024 of 1024 KiB", lambda: healthy(redis_policy=("noeviction", 1 << 20), redis_used=1 << 20)),
+    ("not the node of pool", lambda: healthy(node_here=True, node_error="this node is of pool 'x'")),
+    (
+        "is not in this Redis",
+        lambda: healthy(node_here=True, node_id="c~00000001", node_redis="redis://other/0", nodes=[node("a", "h")]),
+    ),
+    ("cannot be read: none", lambda: healthy(secret_error="secret_file cannot be read: none")),
+    (
+        "not JSON",
+        lambda: healthy(
+            sglang=parse_sglang_flags([*SGLANG.split(), "--hicache-storage-backend-extra-config", "{'pool': 1}"])
+        ),
+    ),
+    (
+        "there is no such setting",
+        lambda: healthy(
+            sglang=parse_sglang_flags([*SGLANG.split(), '--hicache-storage-backend-extra-config={"poool": "x"}'])
+        ),
+    ),
+    (
+        "which SGLang prints",
+        lambda: healthy(
+            sglang=parse_sglang_flags([*SGLANG.split(), '--hicache-storage-backend-extra-config={"secret": "x"}'])
+        ),
+    ),
     ("no node answers", lambda: healthy(settings=Settings.of({**URL, "node": "/run/n.sock", "segment_size": "1gb"}))),
-    ("cannot be connected to", lambda: healthy(nodes=[node("a", "h")], reachable={"a~00000001": "refused"})),
+    ("cannot be read from", lambda: healthy(nodes=[node("a", "h")], reachable={"a~00000001": "refused"})),
     (
         "tells other hosts 127.0.0.1",
         lambda: healthy(nodes=[node("a", "h1"), node("b", "h2", "127.0.0.1:5")], reachable={}),
     ),
-    ("without a secret", lambda: healthy(settings=Settings.of({**URL, "listen": "0.0.0.0:7766", "segment_size": "1gb"}))),
+    (
+        "without a secret",
+        lambda: healthy(settings=Settings.of({**URL, "listen": "0.0.0.0:7766", "segment_size": "1gb"})),
+    ),
     ("segment_size is", lambda: healthy(available_memory=1 << 28, huge_pages_free=0)),
     ("2 MiB pages are free", lambda: healthy(huge_pages_free=0)),
     ("at most 1024 descriptors", lambda: healthy(open_files=1024)),
@@ -82,3 +114,11 @@ def test_the_real_facts_of_this_host_are_collected(redis_url: str) -> None:
     assert not found.redis_error and found.redis_ms > 0 and found.available_memory > 0 and not found.node_here
     broken = facts(Settings.of({"redis_url": "redis://127.0.0.1:1/0"}), {})
     assert broken.redis_error
+
+
+def test_a_node_that_takes_connections_and_never_answers_is_found(redis_url: str) -> None:
+    with closing(Directory(redis_url, "frozen")) as directory, socket.create_server(("127.0.0.1", 0)) as port:
+        directory.open()
+        directory.join(node("f", "h", f"127.0.0.1:{port.getsockname()[1]}"), 60)
+        found = facts(Settings.of({"redis_url": redis_url, "pool": "frozen"}), {})
+    assert found.reachable["f~00000001"] and found.redis_used > 0

@@ -1,0 +1,45 @@
+"""The options of the operator's commands. What they do is in ``commands``, imported when one is carried out."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+SETTINGS = ("redis_url", "pool", "node", "secret_file")
+"""Settings that every command takes as options."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add the subcommands to an argparse subparsers object."""
+    _command(commands, "status", "the pool on one page: nodes, memory, namespaces, this host's counters")
+    _command(commands, "nodes", "the nodes that are alive")
+    listing = _command(commands, "ls", "objects that are stored")
+    listing.add_argument("--namespace", default="", metavar="DIGEST", help="only of this namespace")
+    listing.add_argument("--limit", type=_at_least_one, default=50, metavar="N", help="at most so many (default 50)")
+    inspect = _command(commands, "inspect", "where the pages of a prompt, or one page, are held")
+    inspect.add_argument("hash", nargs="?", default="", help="a page hash")
+    inspect.add_argument("--tokens", metavar="FILE", help="token ids of a prompt as a JSON list, - for standard input")
+    inspect.add_argument(
+        "--page-size", type=_at_least_one, metavar="N", help="tokens a page (default: what the namespaces in Redis say)"
+    )
+    inspect.add_argument("--extra-key", default=None, help="the request's extra key, such as a LoRA id")
+    inspect.add_argument("--cache-salt", default=None, help="the request's cache salt")
+    clear = _command(commands, "clear", "drop a namespace's pages on every node")
+    clear.add_argument("namespace", nargs="+", metavar="DIGEST", help="as in status")
+    examine = _command(commands, "doctor", "what keeps the pool from working well, each with its remedy")
+    examine.add_argument("--sglang", default="", metavar="ARGS", help="SGLang's command line, to be looked at too")
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="for scripts")
+    parser.add_argument("--config", metavar="FILE", help="settings as JSON, TOML or YAML")
+    for setting in SETTINGS:
+        parser.add_argument(f"--{setting.replace('_', '-')}", metavar="VALUE", help="as in the node's settings")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1 << 30):
+        raise argparse.ArgumentTypeError(f"{text} is refused: a number from 1 on is expected")
+    return int(text)
