@@ -29,11 +29,11 @@ def check_server(link: RedisLink) -> bool:
         facts = parse_info(info)
         version, mode = facts.get("redis_version", ""), facts.get("redis_mode", "")
     else:
-        # INFO counts as dangerous for ACLs, HELLO does not.
+        # INFO counts as dangerous for ACLs; HELLO every user may say, unless it was renamed.
         (hello,) = link.call([("HELLO",)])
-        if isinstance(hello, failures.NoPermissionError):
+        if not isinstance(hello, list):
             raise _denied(link, "INFO", info)
-        facts = parse_hello(hello) if isinstance(hello, list) else {}
+        facts = parse_hello(hello)
         version, mode = facts.get("version", ""), facts.get("mode", "")
     if parse_version(version) < OLDEST_REDIS:
         raise unusable(link, f"Redis 6.2 or newer is needed, this is {version or 'of no known version'}")

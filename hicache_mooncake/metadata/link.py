@@ -99,7 +99,11 @@ class RedisLink:
 
     def remedy(self, error: BaseException | None) -> str:
         """What helps against ``error``, once the pool was in use."""
-        if isinstance(error, failures.NoPermissionError):
+        # Inside of a script Redis 7 says "ACL failure in script", Redis 6.2 that the user "can't run this command".
+        in_script = isinstance(error, failures.ResponseError) and any(
+            words in str(error) for words in ("ACL failure", "can't run this command")
+        )
+        if in_script or isinstance(error, failures.NoPermissionError):
             return f"let an administrator of Redis run: {grant(self.user)}"
         if isinstance(error, REFUSED):
             return "check the user and the password in redis_url, and that Redis has that user and it is on"

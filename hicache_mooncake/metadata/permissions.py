@@ -8,7 +8,7 @@ from hicache_mooncake.metadata.keys import Keys
 from hicache_mooncake.metadata.scripts import PRUNE
 
 ACL_RULES = (
-    "~hcm:* +client|setname +select +info +hello +eval +evalsha +scan +mget +exists +smembers +hgetall +hget +hmget"
+    "~hcm:* +client|setname +select +info +eval +evalsha +scan +mget +exists +smembers +hgetall +hget +hmget"
     " +hset +sadd +srem +mset +del +pexpire"
 )
 """Rules for ACL SETUSER that suffice for everything, commands inside of scripts included."""

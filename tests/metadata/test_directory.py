@@ -16,7 +16,7 @@ from hicache_mooncake.errors import ConfigError
 from hicache_mooncake.metadata import Directory, ObjectRecord
 from hicache_mooncake.metadata.redis_server import PrivateRedis
 
-from .conftest import fresh_pool, keys, node
+from .conftest import eventually, fresh_pool, keys, node
 
 A, B = "a~00000001/dram", "b~00000002/dram"
 
@@ -254,6 +254,35 @@ def test_namespaces(directory: Directory, other: Directory) -> None:
     assert other.namespaces() == {}
     with pytest.raises(ValueError, match="field"):
         directory.declare_namespace("22ff", {})
+
+
+def test_a_namespace_that_nobody_declares_again_is_forgotten(directory: Directory, raw: redis.Redis) -> None:
+    key, index = f"hcm:{directory.pool}:ns:00ff", f"hcm:{directory.pool}:namespaces"
+    month = 30 * 24 * 3600
+    directory.declare_namespace("00ff", {"model": "x"})
+    directory.declare_namespace("11ff", {"model": "y"})
+    assert month - 60 < raw.ttl(key) <= month
+    raw.expire(key, 100)
+    directory.declare_namespace("00ff", {"model": "x"})
+    assert month - 60 < raw.ttl(key) <= month
+    raw.pexpire(key, 1)
+    eventually(lambda: not raw.exists(key))
+    assert directory.namespaces() == {"11ff": {"model": "y"}}
+    assert raw.smembers(index) == {b"11ff"}
+    directory.declare_namespace("00ff", {"model": "z"})
+    assert directory.namespaces() == {"00ff": {"model": "z"}, "11ff": {"model": "y"}}
+
+
+def test_what_redis_says_of_its_memory(directory: Directory) -> None:
+    assert directory.memory_policy() == ("noeviction", 0)
+
+
+def test_all_objects_and_those_of_one_namespace(directory: Directory) -> None:
+    directory.publish(keys(3), [1, 2, 3], A)
+    expected = {key: ObjectRecord(size, (A,)) for key, size in zip(keys(3), [1, 2, 3], strict=True)}
+    assert dict(directory.objects()) == expected
+    assert dict(directory.objects(digest="00112233aabbccdd")) == expected
+    assert dict(directory.objects(digest="ff")) == {}
 
 
 def test_two_pools_do_not_see_each_other(directory: Directory, other: Directory) -> None:

@@ -280,7 +280,20 @@ class TestOpen:
 
     def test_nothing_listens(self, tcp_redis: TcpRedis) -> None:
         tcp_redis.kill()
-        self.refused(tcp_redis.url, "cannot be reached")
+        error = self.refused(tcp_redis.url, "cannot be reached")
+        assert "does Redis run there, and may this host connect" in error.hint
+
+    def test_tried_again_at_once(self, tcp_redis: TcpRedis) -> None:
+        directory = Directory(tcp_redis.url, "default", timeout=TIMEOUT)
+        tcp_redis.freeze()
+        try:
+            for _ in range(2):
+                with pytest.raises(ConfigError, match=r"cannot be reached: [^N]") as caught:
+                    directory.open()
+                assert caught.value.hint
+        finally:
+            tcp_redis.thaw()
+            directory.close()
 
     def test_no_such_socket(self, tmp_path: Path) -> None:
         self.refused(f"unix://{tmp_path}/none.sock", "cannot be reached")
@@ -334,6 +347,7 @@ class TestOpen:
         try:
             error = self.refused(f"redis://{credentials}127.0.0.1:{guarded.port}", "password is refused")
             assert "word@" not in str(error)
+            assert "password in redis_url" in error.hint
         finally:
             guarded.kill()
 
