@@ -111,7 +111,6 @@ def test_a_permission_taken_away_later(tcp_redis: TcpRedis, raw: redis.Redis) ->
     for call in (lambda: directory.lookup(keys(1)), lambda: directory.publish(keys(1), [1], A)):
         with pytest.raises(Unavailable) as caught:
             call()
-        assert "mget" in caught.value.message
         assert caught.value.hint.endswith(ACL_RULES)
     raw.execute_command("ACL", "SETUSER", "cache", "+mget")
     assert directory.publish(keys(1), [1], A) == [0]
