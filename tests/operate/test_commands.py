@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_mooncake.metadata.permissions import grant
 from hicache_mooncake.metadata.redis_server import PrivateRedis
 from hicache_mooncake.radix_bridge import page_hashes
 from tests.pool import Engine, NodeProcess, eventually, running
@@ -149,7 +151,8 @@ def test_clear_tells_whom_it_may_have_missed() -> None:
 
             engine.store(names)
             redis.stop()
-            eventually(lambda: "Redis does not answer" in run("clear", *where, digest, status=1))
+            eventually(lambda: engine.stats()["nodes"] == 1, what="the view of the pool is too old")
+            assert "Redis does not answer" in run("clear", *where, digest, status=1)
             assert not any(engine.exists(names))  # whom it knew, it asked
 
 
@@ -180,3 +183,12 @@ def test_a_node_that_cannot_start_says_why_in_one_sentence(redis_server_url: str
     assert "make the directory /nonexist/dir" in run(*node, "--node", "/nonexist/dir/x.sock", status=2)
     text = run(*node, "--node", "@test-wildcard", "--listen", "0.0.0.0:0", status=2)
     assert "listen is 0.0.0.0:0, every interface" in text and "set advertise" in text
+
+
+def test_the_operating_manual_has_every_command_and_the_acl() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    assert grant("pool") in text
+    commands = re.search(r"\{([a-z,]+)\}", run("--help"))
+    assert commands is not None
+    for command in commands[1].split(","):
+        assert f"hicache-mooncake {command}" in text
