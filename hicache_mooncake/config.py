@@ -181,12 +181,6 @@ class Settings:
         "0.05 to 1",
         "Used part of the segment above which pages are evicted.",
     )
-    eviction_ratio: float = _setting(
-        0.05,
-        values.within(values.number, 0.001, 0.9, "0.001 to 0.9 is expected"),
-        "0.001 to 0.9",
-        "Part of the segment that one eviction frees; below `high_watermark`.",
-    )
     copy_threads: int = _setting(
         0,
         values.within(values.integer, 0, 256, "0 to 256 is expected"),
@@ -279,8 +273,6 @@ class Settings:
     def _check_together(self) -> None:
         if self.secret and self.secret_file:
             raise ConfigError("secret_file", self.secret_file, "one of secret and secret_file is expected, not both")
-        if self.eviction_ratio >= self.high_watermark:
-            raise ConfigError("eviction_ratio", self.eviction_ratio, "less than high_watermark is expected")
         for name in ("enable_ssd_offload", "offload", *_SSD_DETAILS):
             if getattr(self, name) != _SPECS[name]["default"]:
                 raise ConfigError(name, getattr(self, name), _SSD_NOT_YET, hint="leave it out")

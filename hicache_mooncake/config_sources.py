@@ -65,7 +65,7 @@ UPSTREAM_REFUSED = {
     "master_metrics_port": Replaced("redis_url", "there is no master whose metrics could be asked"),
     "check_server": Replaced("node", "the local node is found or started, and waited for, by itself", (False,)),
     "standalone_storage": Replaced("node", "start a node of its own and name its unix socket", (False,)),
-    "enable_group_semantics": Replaced("eviction_ratio", "pages are evicted one by one in this build", (False,)),
+    "enable_group_semantics": Replaced("high_watermark", "the parts of a page are one object here", (False,)),
 }
 
 # A Kubernetes service named like us puts these into every pod of its namespace.

@@ -9,7 +9,6 @@ import pytest
 
 from hicache_mooncake.metadata.redis_server import PrivateRedis
 
-
 DEEP = ("backend/", "engine/", "faults/", "sglang/", "metadata/test_directory", "transfer/test_faults")
 """What ``make test-fast`` leaves out beside servers and single slow tests."""
 

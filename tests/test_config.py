@@ -35,7 +35,7 @@ def test_defaults() -> None:
     assert settings == Settings()
     assert (settings.pool, settings.segment_size, settings.protocol) == ("default", 4 << 30, "auto")
     assert (settings.op_timeout, settings.verify, settings.heartbeat) == (3.0, "always", 1.0)
-    assert (settings.high_watermark, settings.eviction_ratio, settings.staging_size) == (0.9, 0.05, 64 << 20)
+    assert (settings.high_watermark, settings.staging_size) == (0.9, 64 << 20)
     assert settings.node_name
 
 
@@ -156,7 +156,7 @@ def test_upstream_names_are_mapped() -> None:
         ("master_metrics_port", "redis_url"),
         ("check_server", "node"),
         ("standalone_storage", "node"),
-        ("enable_group_semantics", "eviction_ratio"),
+        ("enable_group_semantics", "high_watermark"),
     ],
 )
 def test_upstream_keys_without_a_meaning_name_ours(upstream: str, ours: str) -> None:
@@ -238,7 +238,7 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> Non
     try:
         loaded = load({name: raw})
     except ConfigError as error:
-        assert name in (error.field, "eviction_ratio", "high_watermark")
+        assert name == error.field
     else:
         assert Settings.of(loaded.explicit()) == loaded
         assert repr(loaded)
@@ -259,7 +259,7 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> Non
         {"shards": "1.5"},
         {"staging_size": 4096},
         {"high_watermark": 1.5},
-        {"eviction_ratio": 0},
+        {"high_watermark": 0},
         {"copy_threads": -1},
         {"op_timeout": 0},
         {"node": "relative.sock"},
@@ -347,7 +347,6 @@ def test_ssd_settings_are_inert_when_it_is_said_to_be_off() -> None:
 
 def test_settings_that_contradict_each_other() -> None:
     assert refused({"secret": SECRET, "secret_file": "/s"}).field == "secret_file"
-    assert refused({"eviction_ratio": 0.5, "high_watermark": 0.4}).field == "eviction_ratio"
 
 
 @pytest.mark.parametrize(

