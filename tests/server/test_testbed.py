@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from testbed.models import write_deepseek, write_llama
 from testbed.server import Cached, ServerFailed, SGLangServer, prompt_ids
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("warm_sglang")]
@@ -15,16 +14,6 @@ pytestmark = [pytest.mark.server, pytest.mark.usefixtures("warm_sglang")]
 PROMPT = prompt_ids(1, 1024)
 # The last token is always computed, and with it the rest of its page.
 REUSABLE = 1024 - 16
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_deepseek(tmp_path_factory.mktemp("deepseek"))
 
 
 def with_files(model: Path, tmp_path: Path, **settings: object) -> SGLangServer:
