@@ -34,6 +34,9 @@ FORGOTTEN_LIMIT = 100_000
 REPAIR_BATCHES = 8
 """Batches of stale entries repaired in one heartbeat: a flood of them must not make us late with the next one."""
 
+DESCRIBE_EVERY = 86_400.0
+"""Seconds after which namespaces in use are described again: a description that nobody renews expires in Redis."""
+
 NAMESPACE_LIMIT = 10_000
 """Namespaces remembered to be declared again; far more than a node ever serves."""
 
@@ -73,6 +76,7 @@ class DirectorySync:
         self._namespaces: dict[str, Mapping[str, str]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hcm-heartbeat", daemon=True)
+        self._describe_at = time.monotonic() + DESCRIBE_EVERY
         self._sweeper: threading.Thread | None = None
         # What was there before us:
         self._sweep_at: float | None = time.monotonic() + random.uniform(0.5, 1) * SWEEP_WITHIN
@@ -184,6 +188,8 @@ class DirectorySync:
                 if not ours or self._behind.is_set():
                     self._rebuild()
                 self._repair_stale()
+                if time.monotonic() > self._describe_at:
+                    self._describe_namespaces()
                 if self._sweep_at is not None and time.monotonic() > self._sweep_at:
                     self._start_sweep()
             except Unavailable as error:
@@ -201,6 +207,11 @@ class DirectorySync:
         self._on_beat()
         return ours
 
+    def _describe_namespaces(self) -> None:
+        self._describe_at = time.monotonic() + DESCRIBE_EVERY
+        for digest, fields in list(self._namespaces.items()):
+            self._directory.declare_namespace(digest, fields)
+
     def _rebuild(self) -> None:
         """Tell Redis again everything that is held, in batches, serving meanwhile."""
         assert self._store is not None
@@ -210,8 +221,7 @@ class DirectorySync:
         told = 0
         beat = time.monotonic()
         try:
-            for digest, fields in list(self._namespaces.items()):
-                self._directory.declare_namespace(digest, fields)
+            self._describe_namespaces()
             for start in range(0, len(lost), REPUBLISH_BATCH):
                 batch = lost[start : start + REPUBLISH_BATCH]
                 self._directory.forget(batch, self.holder)

@@ -210,3 +210,30 @@ def test_a_node_without_memory_stores_on_others(redis_url: str, staged: bool) ->
         b.kill()
         eventually(lambda: engine.stats()["nodes"] == 1)
         assert not any(engine.exists(names)) and not any(engine.put(hashes("nowhere", 4)))
+
+
+def test_namespaces_in_use_are_described_again_before_they_expire(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import redis
+
+    from hicache_mooncake.config import Settings
+    from hicache_mooncake.node import directory_sync
+    from hicache_mooncake.node.service import Node
+
+    monkeypatch.setattr(directory_sync, "DESCRIBE_EVERY", 0.3)
+    given = {
+        "redis_url": redis_url,
+        "pool": "describe",
+        "node": "@hcm-describe",
+        "segment_size": "1MiB",
+        "heartbeat": 0.1,
+    }
+    node = Node(Settings.of(given))
+    try:
+        with Engine("@hcm-describe", pool="describe") as engine, redis.Redis.from_url(redis_url) as client:
+            key = f"hcm:describe:ns:{engine.namespace.digest}"
+            assert client.delete(key) == 1
+            eventually(lambda: client.hget(key, "model") == b"test", what="the description is back")
+    finally:
+        node.close()
