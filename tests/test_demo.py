@@ -33,6 +33,8 @@ def place() -> Iterator[Path]:
 
 
 def started(place: Path, *words: str, **options: Any) -> subprocess.Popen[str]:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or the demo would inherit it, and heed no Ctrl-C
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.demo", *words],
         cwd=ROOT,
