@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -17,6 +16,7 @@ from typing import Any
 from hicache_mooncake import __version__
 from hicache_mooncake.config import Settings, default_text
 from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
+from hicache_mooncake.node.stopping import StopRequest
 from hicache_mooncake.operate import options
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,7 @@ def _run_node(given: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     logging.raiseExceptions = not given.embedded  # the engine whose stderr we write to may be gone
-    # Blocked before any thread exists, so that only the main thread's handler sees them.
-    stop = threading.Event()
+    stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

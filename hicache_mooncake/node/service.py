@@ -6,9 +6,7 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from hicache_mooncake import __version__
@@ -27,6 +25,7 @@ from hicache_mooncake.node.metrics import MetricsPort, NodeMetrics
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.source import StoreSource
+from hicache_mooncake.node.stopping import StopRequest
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.protocol import messages as m
 from hicache_mooncake.protocol.channel import default_socket
@@ -209,11 +208,10 @@ class Node:
         idle = time.monotonic() - self.engines.idle_since
         return idle > (self.settings.node_linger if self.engines.served else UNUSED_GRACE)
 
-    def run(self, stop: threading.Event, *, tick: Callable[[], None] = lambda: None) -> None:
+    def run(self, stop: StopRequest) -> None:
         """Serve until ``stop`` is set or, embedded, nobody uses the node any more; then close it."""
         try:
             while not stop.wait(0.25):
-                tick()
                 self._revive_redis()
                 if self.unused():
                     logger.info("node %s: the last user is gone", self.id)
