@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
@@ -78,6 +79,7 @@ def _run_node(given: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr)  # a node that hangs tells where, without a debugger
     try:
         if given.embedded:
             settings = Settings.of(json.loads(settings_text))

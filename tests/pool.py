@@ -119,6 +119,8 @@ class NodeProcess:
             try:
                 return process.wait(timeout=timeout)
             except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGUSR2)  # has it write down what each thread does
+                time.sleep(0.5)
                 process.kill()
                 process.wait()
                 raise AssertionError(f"the node did not stop within {timeout:g} s:\n{self.tail()}") from None
