@@ -33,7 +33,6 @@ from hicache_mooncake.engine.stats import EngineStats
 from hicache_mooncake.engine.transfers import Batch, PageMover
 from hicache_mooncake.errors import ConfigError, Unavailable
 from hicache_mooncake.protocol import messages as m
-from hicache_mooncake.radix_bridge import printable_hash
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +292,7 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         if pool is None or not self._flat_digest:
             raise ValueError("tensors are stored for SGLang's generic interface only: dynamic, without interface_v1")
         self._check_weights()
-        return m.Keys(self._flat_digest, ["+".join(pool.shards.parts)], [printable_hash(key) for key in keys])
+        return m.Keys(self._flat_digest, ["+".join(pool.shards.parts)], keys)
 
     # -- the rest of the contract
 
@@ -334,7 +333,7 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
     def _keys(self, name: str, hashes: list[str]) -> m.Keys:
         self._check_weights()
         parts = list(self._pools[name].shards.parts)
-        return m.Keys(self._digests[name], parts, [printable_hash(page_hash) for page_hash in hashes])
+        return m.Keys(self._digests[name], parts, hashes)
 
     def _kv_keys(self, hashes: list[str]) -> m.Keys:
         return self._flat_keys(hashes) if self._stores_tensors else self._keys(_KV, hashes)

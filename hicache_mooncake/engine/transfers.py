@@ -99,9 +99,13 @@ class PageMover:
         objects = len(located.addresses)
         ends = np.cumsum([0, *located.lengths[:-1]]).astype(np.uint64)
 
-        def build(staging: Memory) -> m.Pages:
+        def places(staging: Memory) -> npt.NDArray[np.uint64]:
             starts = np.uint64(staging.address) + np.arange(objects, dtype=np.uint64) * np.uint64(size)
-            staged = starts[:, None] + ends[None, :]
+            staged: npt.NDArray[np.uint64] = starts[:, None] + ends[None, :]
+            return staged
+
+        def build(staging: Memory) -> m.Pages:
+            staged = places(staging)
             if kind is m.Put:
                 _copy(staged, located.addresses, located.lengths)
             return m.Pages(keys, located.lengths, staged.tobytes())
@@ -109,9 +113,7 @@ class PageMover:
         def done(staging: Memory, statuses: bytes) -> None:
             moved = np.frombuffer(statuses, dtype=np.uint8) == m.Status.OK
             if kind is m.Get:
-                starts = np.uint64(staging.address) + np.arange(objects, dtype=np.uint64) * np.uint64(size)
-                staged = starts[:, None] + ends[None, :]
-                _copy(located.addresses[moved], staged[moved], located.lengths)
+                _copy(located.addresses[moved], places(staging)[moved], located.lengths)
             result[:] = moved
 
         area = max(self._staging_size, size * objects)

@@ -18,8 +18,3 @@ class Move(NamedTuple):
 
 Wanted = Callable[[], bool]
 """Whether the engine still waits: looked at before every page, see ``protocol/fence.py``."""
-
-
-def total_size(moves: Sequence[Move]) -> int:
-    """Bytes of all."""
-    return sum(move.size for move in moves)

@@ -76,9 +76,9 @@ class PageService:
         """Fetch objects into place; one status each. Pages that are not ``OK`` may hold anything."""
         return self._reader.get(moves, wanted, deadline)
 
-    def drop_surplus(self, pages: Sequence[Page]) -> None:
-        """Drop pages that a live node holds as well."""
-        self._writer.drop_surplus(pages)
+    def commit(self, written: Sequence[Page]) -> int:
+        """Make written pages visible, here and then in Redis; how many were not here already."""
+        return self._writer.commit(written)
 
     def clear(self, digests: Sequence[str], deadline: float) -> tuple[int, list[str]]:
         """Drop every page of these namespaces on every node: how many went, and who may still hold some.

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hicache_mooncake.errors import HiCacheMooncakeError
 from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord, node_of
-from hicache_mooncake.transfer.base import Credentials, Peer, Transport
+from hicache_mooncake.transfer.base import Credentials, Outcome, Peer, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,14 @@ class Peers:
     def visit(self, node_id: str, record: NodeRecord) -> Peer:
         """A peer of the caller's own, which closes it, for a node whether alive or not. Raises ``ProtocolError``."""
         return self._transport.connect(record.addresses.get(self._transport.scheme, ""), node_id, self._credentials)
+
+    def judge(self, node_id: str, peer: Peer, outcomes: Sequence[Outcome]) -> None:
+        """A batch with this peer has ended: it failed if nothing came of it for want of an answer."""
+        failed = any(outcome in (Outcome.FAILED, Outcome.TIMEOUT) for outcome in outcomes)
+        if failed and Outcome.OK not in outcomes:
+            self.failed(node_id, peer.failure)
+        else:
+            self.succeeded(node_id)
 
     def succeeded(self, node_id: str) -> None:
         """The peer did what it should: it is used without reserve again."""

@@ -162,10 +162,7 @@ class PageReader:
             if outcome == Outcome.OK:
                 got += 1
                 size += moves[position].size
-        if not got and any(outcome in (Outcome.FAILED, Outcome.TIMEOUT) for outcome in outcomes):
-            self._peers.failed(node_id, peer.failure)
-        else:
-            self._peers.succeeded(node_id)
+        self._peers.judge(node_id, peer, outcomes)
         self._counters.add(get_remote_bytes=size)
         corrupt = [moves[at].key for at, outcome in zip(positions, outcomes, strict=True) if outcome == Outcome.CORRUPT]
         if corrupt:

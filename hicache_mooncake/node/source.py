@@ -70,11 +70,8 @@ class StoreSource:
             for room, given, whole in zip(rooms, checksums, right, strict=True)
             if whole
         ]
-        fresh = [page for page, inserted in zip(pages, self._store.commit(pages), strict=True) if inserted]
-        if fresh:
-            others = self._sync.publish([page.key for page in fresh], [page.size for page in fresh])
-            self._pages.drop_surplus([page for page, count in zip(fresh, others, strict=True) if count])
-        self._counters.add(taken_pages=len(fresh), taken_corrupt=len(rooms) - len(pages))
+        fresh = self._pages.commit(pages)
+        self._counters.add(taken_pages=fresh, taken_corrupt=len(rooms) - len(pages))
         return right
 
     def give_up(self, rooms: Sequence[Room]) -> None:

@@ -58,7 +58,7 @@ class PageWriter:
                 new.append(position)
         elsewhere = self._lookup.holders([moves[at].key for at in new]) if new else []
         new = [position for position, nodes in zip(new, elsewhere, strict=True) if not nodes]
-        spilled, new = self._spill(moves, new, statuses, wanted, deadline)
+        spilled, new = self._spill(moves, new, wanted, deadline)
         stored = self._store_new(moves, new, statuses, wanted, deadline) if new else 0
         for position, move in enumerate(moves):  # the twins of a key that failed failed too
             statuses[position] = statuses[first_of.get(move.key, position)]
@@ -68,7 +68,7 @@ class PageWriter:
         return statuses
 
     def _spill(
-        self, moves: Sequence[Move], new: Sequence[int], statuses: bytearray, wanted: Wanted, deadline: float
+        self, moves: Sequence[Move], new: Sequence[int], wanted: Wanted, deadline: float
     ) -> tuple[int, list[int]]:
         """Offer a batch to others when there is no room for it here: how many went, and which stay to be stored."""
         left = list(new)
@@ -94,7 +94,7 @@ class PageWriter:
 
         self._lanes.run(check, len(left), needed)
         spilled = 0
-        for number, node_id in enumerate(targets):
+        for node_id in targets:
             peer = self._peers.get(node_id)
             offered = [at for at in left if at in writes]
             now = time.monotonic()
@@ -105,10 +105,7 @@ class PageWriter:
             taken = {at for at, outcome in zip(offered, outcomes, strict=True) if outcome == Outcome.OK}
             spilled += len(taken)
             left = [at for at in left if at not in taken]
-            if not taken and any(outcome in (Outcome.FAILED, Outcome.TIMEOUT) for outcome in outcomes):
-                self._peers.failed(node_id, peer.failure)
-            elif number == 0 and taken:
-                self._peers.succeeded(node_id)
+            self._peers.judge(node_id, peer, outcomes)
             self._counters.add(put_spilled_bytes=sum(moves[at].size for at in taken))
         return spilled, left
 
@@ -143,14 +140,19 @@ class PageWriter:
                 if page is None and reserved is not None:
                     self._store.cancel(reserved)
         written = [page for page in pages if page is not None]
-        fresh = [page for page, inserted in zip(written, self._store.commit(written), strict=True) if inserted]
-        if fresh:
-            others = self._sync.publish([page.key for page in fresh], [page.size for page in fresh])
-            self.drop_surplus([page for page, count in zip(fresh, others, strict=True) if count])
+        self.commit(written)
         self._counters.add(put_bytes=sum(page.size for page in written))
         return len(written)
 
-    def drop_surplus(self, pages: Sequence[Page]) -> None:
+    def commit(self, written: Sequence[Page]) -> int:
+        """Make written pages visible, here and then in Redis; how many were not here already."""
+        fresh = [page for page, inserted in zip(written, self._store.commit(written), strict=True) if inserted]
+        if fresh:
+            others = self._sync.publish([page.key for page in fresh], [page.size for page in fresh])
+            self._drop_surplus([page for page, count in zip(fresh, others, strict=True) if count])
+        return len(fresh)
+
+    def _drop_surplus(self, pages: Sequence[Page]) -> None:
         """Two nodes stored the same page at once; the one told so second drops its copy, if the other is alive."""
         if pages:
             for page, nodes in zip(pages, self._lookup.holders([page.key for page in pages]), strict=True):
