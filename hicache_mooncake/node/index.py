@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
+from hicache_mooncake.allocator import ExtentAllocator, Span
 from hicache_mooncake.memory import Extent
-from hicache_mooncake.node.allocator import ExtentAllocator, Span
 
 
 class Page:

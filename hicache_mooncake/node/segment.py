@@ -7,9 +7,9 @@ import threading
 from functools import partial
 
 from hicache_mooncake import memory
+from hicache_mooncake.allocator import GRANULE
 from hicache_mooncake.errors import ConfigError
 from hicache_mooncake.memory import Memory
-from hicache_mooncake.node.allocator import GRANULE
 
 logger = logging.getLogger(__name__)
 

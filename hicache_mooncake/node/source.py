@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from hicache_mooncake.allocator import Span
 from hicache_mooncake.memory import Extent, checksum
-from hicache_mooncake.node.allocator import Span
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page

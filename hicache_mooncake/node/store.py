@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from hicache_mooncake.allocator import ExtentAllocator, Span
 from hicache_mooncake.memory import Extent, Memory
-from hicache_mooncake.node.allocator import ExtentAllocator, Span
 from hicache_mooncake.node.index import Page, PageIndex
 
 EVICTION_BATCH = 64

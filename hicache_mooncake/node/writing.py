@@ -6,9 +6,9 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hicache_mooncake.allocator import ExtentAllocator
 from hicache_mooncake.memory import checksum, copy_and_check
 from hicache_mooncake.metadata.records import NodeRecord
-from hicache_mooncake.node.allocator import ExtentAllocator
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from hicache_mooncake import memory
+from hicache_mooncake.allocator import GRANULE, ExtentAllocator
 from hicache_mooncake.memory import checksum
-from hicache_mooncake.node.allocator import GRANULE, ExtentAllocator
 from hicache_mooncake.node.index import Page
 from hicache_mooncake.node.store import DramStore
 

@@ -1,4 +1,4 @@
-"""Which bytes of a segment are free. Pure arithmetic: no memory is touched here."""
+"""Which bytes of a segment, a file or a device are free. Pure arithmetic: nothing is touched here."""
 
 from __future__ import annotations
 

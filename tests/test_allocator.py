@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hicache_mooncake.node.allocator import GRANULE, MAX_SPANS, ExtentAllocator, Span
+from hicache_mooncake.allocator import GRANULE, MAX_SPANS, ExtentAllocator, Span
 
 CAPACITY = 256 * GRANULE
 
