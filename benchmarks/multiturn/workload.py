@@ -16,6 +16,7 @@ When a turn starts is told in two ways, and the replay takes one of them:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -81,11 +82,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Turns that follow each other. ``parent`` is the session that waits for this one, or empty."""
+    """Turns that follow each other. ``parent`` is the session that this one runs for, or empty; ``after`` are sessions
+    that start when the last turn was answered.
+    """
 
     id: str
     turns: tuple[Turn, ...]
     parent: str = ""
+    after: tuple[Session, ...] = ()
 
     def request_id(self, turn: Turn) -> str:
         """The same request has the same name in every run of the workload: comparisons pair by it."""
@@ -106,3 +110,4 @@ class Workload:
     barrier: bool = False
     requests: int | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
