@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from hicache_mooncake.memory import Extent
 
@@ -41,6 +41,9 @@ class DiskIO(ABC):
     of the file), or the negative ``errno`` it failed with. ``-ETIMEDOUT`` is the deadline. Nothing is raised for what
     the disk or the file system does.
     """
+
+    kind: ClassVar[str] = "other"
+    """What logs and metrics call it."""
 
     @abstractmethod
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
