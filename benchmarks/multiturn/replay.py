@@ -6,49 +6,22 @@ summary = replay(workload, Endpoint("http://127.0.0.1:30000"), Options(loop="clo
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from benchmarks.multiturn.asking import Asking, Endpoint, Options
+from benchmarks.multiturn.client import Client
+from benchmarks.multiturn.loops import barrier_loop, closed_loop, open_loop
+from benchmarks.multiturn.provenance import grown, machine, versions
+from benchmarks.multiturn.results import Writer
+from benchmarks.multiturn.tokens import Vocabulary
 from benchmarks.multiturn.workload import Workload
 
-
-@dataclass(frozen=True)
-class Endpoint:
-    """A server. ``api`` is ``sglang`` (POST /generate) or ``openai`` (POST /v1/completions, for SGLang, vLLM and
-    others).
-
-    ``model`` is the name that the OpenAI API wants; empty: the first that the server lists.
-    """
-
-    url: str
-    api: Literal["sglang", "openai"] = "sglang"
-    model: str = ""
-    api_key: str = field(default="", repr=False)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a workload is asked.
-
-    ``loop``: ``open`` starts a turn at its time ``at``, ``closed`` after its think time. ``in_flight`` bounds
-    requests (and connections) at a time, ``sessions`` (closed loop) how many sessions run at a time, 0: all.
-    ``rate`` (closed loop) starts at most that many requests a second, at Poisson times, 0: unbounded. ``vocabulary``
-    are the token ids that blocks may become, first and one past the last. ``form``: blocks go as ``ids`` or as
-    ``text``. ``output_tokens`` replaces the workload's own, 0: as they are. Times in seconds.
-    """
-
-    loop: Literal["open", "closed"] = "closed"
-    in_flight: int = 64
-    sessions: int = 0
-    rate: float = 0.0
-    vocabulary: tuple[int, int] = (1000, 30000)
-    form: Literal["ids", "text"] = "ids"
-    output_tokens: int = 0
-    request_timeout: float = 600.0
-    retries: int = 2
-    seed: int = 1
+__all__ = ["Endpoint", "Options", "Summary", "replay", "replay_async"]
 
 
 @dataclass(frozen=True)
@@ -81,4 +54,64 @@ def replay(
     A request that fails is a row with its error, and no reason to stop. Raises ``Unavailable`` when the server does
     not answer at all before the first request.
     """
-    raise NotImplementedError
+    return asyncio.run(
+        replay_async(
+            workload, endpoint, options, out, configuration=configuration, metadata=metadata, progress=progress
+        )
+    )
+
+
+async def replay_async(
+    workload: Workload,
+    endpoint: Endpoint,
+    options: Options,
+    out: Path,
+    *,
+    configuration: str = "",
+    metadata: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int | None, str], None] | None = None,
+) -> Summary:
+    """:func:`replay` for a caller that has an event loop already. Cancelled, it writes what there is, marked as
+    interrupted.
+    """
+    client = Client(
+        endpoint.url,
+        endpoint.api,
+        model=endpoint.model,
+        api_key=endpoint.api_key,
+        connections=options.in_flight + 1,
+        timeout=options.request_timeout,
+        retries=options.retries,
+    )
+    async with client:
+        server = await client.greet()
+        before = await client.counters()
+        writer = Writer(out)
+        asked = Asking(client, Vocabulary(*options.vocabulary), options, writer, workload.requests, progress)
+        started = time.time()
+        how = {"open": open_loop, "closed": barrier_loop if workload.barrier else closed_loop}[options.loop]
+        interrupted = True
+        try:
+            await how(workload, asked)
+            interrupted = False
+        finally:
+            seconds = asked.now()
+            grown_by = {} if interrupted else grown(before, await client.counters())
+            writer.close(
+                {
+                    "workload": {"name": workload.name, **workload.settings, "notes": dict(workload.notes)},
+                    "configuration": configuration,
+                    "clock": "due" if options.loop == "open" else "sent",
+                    "started": started,
+                    "seconds": seconds,
+                    "interrupted": interrupted,
+                    "options": asdict(options),
+                    "endpoint": {"url": endpoint.url, "api": endpoint.api, "model": client.model},
+                    "server": server,
+                    "metrics": grown_by,
+                    "versions": versions(),
+                    "machine": machine(),
+                    **(metadata or {}),
+                }
+            )
+    return Summary(out, asked.done, asked.failed, asked.retried, seconds)
