@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 venv: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml testbed/requirements-lock.txt
+$(INSTALLED): pyproject.toml hatch_build.py hicache_mooncake/native/copying.c testbed/requirements-lock.txt
 	@echo "[1/4] virtual environment in $(VENV) with $(PYTHON)"
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed" if sys.version_info < (3, 11) else 0)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class Memory:
         self.fd = fd
         self.size = size
         self.huge = huge
+        self._before_close: list[Callable[[Memory], None]] = []
         try:
             self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
         except (OSError, ValueError) as error:
@@ -71,10 +73,16 @@ class Memory:
             if _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE) != 0:
                 return  # kernel < 5.14 or no memory left: pages are faulted on first use instead
 
+    def before_close(self, callback: Callable[[Memory], None]) -> None:
+        """Have ``callback`` called when the mapping is about to go: a device that uses it has to let go first."""
+        self._before_close.append(callback)
+
     def close(self) -> None:
         """Unmap and close. The caller has made sure that nothing reads or writes here any more."""
         if self.fd < 0:
             return
+        while self._before_close:
+            self._before_close.pop()(self)
         self.fd = -1
         self._close_fd()
         with suppress(BufferError):  # a slice is still referenced by a frame being unwound: the mapping goes with it
@@ -138,7 +146,7 @@ def copy_extents(target: Sequence[Extent], source: Sequence[Extent]) -> None:
         to, start = target[0], source[0]
         _memmove(to.memory.address + to.offset, start.memory.address + start.offset, start.length)
         return
-    for to_memory, to_offset, from_memory, from_offset, length in _pieces(target, source):
+    for to_memory, to_offset, from_memory, from_offset, length in _pieces(target, source, COPY_PIECE):
         _memmove(to_memory.address + to_offset, from_memory.address + from_offset, length)
 
 
@@ -154,14 +162,27 @@ def copy_and_check(key: str, target: Sequence[Extent], source: Sequence[Extent])
             _memmove(memory.address + offset, from_memory.address + from_offset, length)
             return xxhash.xxh3_64_intdigest(memory.view[offset : offset + length], key_seed(key))
     digest = xxhash.xxh3_64(seed=key_seed(key))
-    for memory, offset, from_memory, from_offset, length in _pieces(target, source):
+    for memory, offset, from_memory, from_offset, length in _pieces(target, source, COPY_PIECE):
         _memmove(memory.address + offset, from_memory.address + from_offset, length)
         digest.update(memory.view[offset : offset + length])
     return digest.intdigest()
 
 
-def _pieces(target: Sequence[Extent], source: Sequence[Extent]) -> Iterator[tuple[Memory, int, Memory, int, int]]:
-    """What to copy where, at most ``COPY_PIECE`` bytes at a time: memory and offset of both sides, and a length."""
+def piece_addresses(target: Sequence[Extent], source: Sequence[Extent]) -> Sequence[int]:
+    """What to copy where: for each piece the addresses to copy to and from, and a length, one after the other."""
+    if len(target) == 1 and len(source) == 1:
+        (memory, offset, length), (from_memory, from_offset, _) = target[0], source[0]
+        return memory.address + offset, from_memory.address + from_offset, length
+    flat: list[int] = []
+    for memory, offset, from_memory, from_offset, length in _pieces(target, source, sys.maxsize):
+        flat += (memory.address + offset, from_memory.address + from_offset, length)
+    return flat
+
+
+def _pieces(
+    target: Sequence[Extent], source: Sequence[Extent], longest: int
+) -> Iterator[tuple[Memory, int, Memory, int, int]]:
+    """What to copy where, at most ``longest`` bytes at a time: memory and offset of both sides, and a length."""
     sources = iter(source)
     from_memory, from_offset, available = next(sources)
     for memory, offset, length in target:
@@ -170,7 +191,7 @@ def _pieces(target: Sequence[Extent], source: Sequence[Extent]) -> Iterator[tupl
             if not available:
                 from_memory, from_offset, available = next(sources)
                 continue
-            step = min(length - done, available, COPY_PIECE)
+            step = min(length - done, available, longest)
             yield memory, offset + done, from_memory, from_offset, step
             done += step
             from_offset += step

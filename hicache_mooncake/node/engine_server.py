@@ -16,7 +16,7 @@ from hicache_mooncake.errors import HiCacheMooncakeError, ProtocolError, Unavail
 from hicache_mooncake.memory import Memory
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.engine_socket import close_listener
-from hicache_mooncake.node.moves import Move
+from hicache_mooncake.node.moves import Move, Wanted
 from hicache_mooncake.node.pages import CHECK_MARGIN, PageService
 from hicache_mooncake.node.session import Lent, Session, moves_of
 from hicache_mooncake.protocol import messages as m
@@ -285,9 +285,7 @@ class EngineServer:
                 moves += of_group
                 counts.append(len(of_group))
 
-            def wanted() -> bool:
-                return fence.allowed(slot, request.request)
-
+            wanted = Wanted(fence, slot, request.request)
             if isinstance(request, m.Put):
                 statuses = self._pages.put(moves, wanted, deadline)
             elif fence.begin_writing(slot, request.request):

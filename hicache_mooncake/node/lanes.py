@@ -13,6 +13,10 @@ PARALLEL_PAGE = 128 << 10
 for each other's interpreter lock, and two are slower than one."""
 
 
+WORTH_A_THREAD = 2 << 20
+"""Bytes that compiled code copies while a thread is woken, several times over."""
+
+
 class CopyLanes:
     """``threads`` in all, the caller's own among them. Thread-safe."""
 
@@ -31,6 +35,16 @@ class CopyLanes:
         others = [self._others.submit(lane, first) for first in range(1, lanes)]
         try:
             lane(0)
+        finally:
+            wait(others)
+        for future in others:
+            future.result()
+
+    def together(self, work: Callable[[], None], size: int) -> None:
+        """``work()`` in as many threads as ``size`` bytes are worth; they divide it among themselves."""
+        others = [self._others.submit(work) for _ in range(min(self._threads, size // WORTH_A_THREAD) - 1)]
+        try:
+            work()
         finally:
             wait(others)
         for future in others:

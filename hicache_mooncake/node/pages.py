@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hicache_mooncake.errors import HiCacheMooncakeError
 from hicache_mooncake.metadata.records import NodeRecord
+from hicache_mooncake.node.copying import Copier
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page
-from hicache_mooncake.node.lanes import CopyLanes
 from hicache_mooncake.node.lookup import Lookup
 from hicache_mooncake.node.moves import Move, Wanted
 from hicache_mooncake.node.peers import Peers
@@ -52,16 +52,16 @@ class PageService:
         self._store = store
         self._sync = sync
         self._peers = peers
-        self._lanes = CopyLanes(copy_threads)
+        self._copier = Copier(copy_threads)
         self._readers = ThreadPoolExecutor(MAX_PEER_READS, thread_name_prefix="hcm-peer")
         self._lookup = Lookup(store, sync, peers, counters)
         self._writer = PageWriter(
-            store, sync, self._lookup, peers, self._lanes, counters, others=sync.others, watermark=watermark
+            store, sync, self._lookup, peers, self._copier, counters, others=sync.others, watermark=watermark
         )
-        self._reader = PageReader(store, self._lookup, peers, self._lanes, self._readers, counters, verify=verify)
+        self._reader = PageReader(store, self._lookup, peers, self._copier, self._readers, counters, verify=verify)
 
     def close(self) -> None:
-        self._lanes.close()
+        self._copier.close()
         self._readers.shutdown()
 
     def exists(self, keys: Sequence[str], deadline: float, *, stop_at_miss: bool) -> bytearray:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, wait
 
 from hicache_mooncake.errors import HiCacheMooncakeError
-from hicache_mooncake.memory import copy_and_check, copy_extents
+from hicache_mooncake.node.copying import Copier
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.index import Page
-from hicache_mooncake.node.lanes import CopyLanes
 from hicache_mooncake.node.lookup import LOOKUP_CHUNK, Lookup
 from hicache_mooncake.node.moves import Move, Wanted
 from hicache_mooncake.node.peers import Peers
@@ -22,6 +21,7 @@ from hicache_mooncake.protocol.messages import Status
 from hicache_mooncake.transfer.base import Outcome, PageRead, Peer
 
 logger = logging.getLogger(__name__)
+
 
 _OK = int(Status.OK)
 
@@ -34,7 +34,7 @@ class PageReader:
         store: DramStore,
         lookup: Lookup,
         peers: Peers,
-        lanes: CopyLanes,
+        copier: Copier,
         readers: Executor,
         counters: Counters,
         *,
@@ -43,7 +43,7 @@ class PageReader:
         self._store = store
         self._lookup = lookup
         self._peers = peers
-        self._lanes = lanes
+        self._copier = copier
         self._readers = readers
         self._counters = counters
         self._verify = verify
@@ -78,35 +78,36 @@ class PageReader:
     ) -> None:
         if not local:
             return
-        corrupt: list[Page] = []
-        verify = self._verify
-
-        def copy_out(at: int) -> None:
-            position = local[at]
+        positions: list[int] = []
+        pages: list[Page] = []
+        for position in local:
             page = pinned[position]
             assert page is not None
-            key, size, extents = moves[position]
-            if page.size != size:
-                statuses[position] = Status.SIZE
-            elif time.monotonic() > deadline:
-                statuses[position] = Status.TIMEOUT
-            elif not wanted():
-                statuses[position] = Status.REVOKED
-            elif not verify:
-                copy_extents(extents, page.extents)
-                statuses[position] = _OK
-            elif copy_and_check(key, extents, page.extents) == page.checksum:
-                statuses[position] = _OK
+            if page.size == moves[position].size:
+                positions.append(position)
+                pages.append(page)
             else:
-                statuses[position] = Status.CORRUPT
+                statuses[position] = Status.SIZE
+        size = sum([page.size for page in pages])
+        copied, digests = self._copier.run(
+            [page.key for page in pages],
+            [moves[at].extents for at in positions],
+            [page.extents for page in pages],
+            size,
+            wanted,
+            deadline,
+        )
+        corrupt = []
+        for position, page, status, digest in zip(positions, pages, copied, digests, strict=True):
+            if status == _OK and digest == page.checksum:
+                statuses[position] = _OK
+                continue
+            if status == _OK:
                 corrupt.append(page)
-
-        size = sum([moves[at].size for at in local])
-        self._lanes.run(copy_out, len(local), size)
+            statuses[position] = status or Status.CORRUPT
+            size -= page.size
         for page in corrupt:
             self._store.drop(page)
-        if statuses.count(_OK) < len(local):
-            size = sum([moves[at].size for at in local if statuses[at] == _OK])
         self._counters.add(get_local_bytes=size, corrupt_dropped=len(corrupt))
 
     def _get_remote(

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hicache_mooncake.allocator import ExtentAllocator
-from hicache_mooncake.memory import checksum, copy_and_check
+from hicache_mooncake.memory import checksum
 from hicache_mooncake.metadata.records import NodeRecord
+from hicache_mooncake.node.copying import Copier
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page
-from hicache_mooncake.node.lanes import CopyLanes
 from hicache_mooncake.node.lookup import Lookup
 from hicache_mooncake.node.moves import Move, Wanted
 from hicache_mooncake.node.peers import Peers
@@ -31,7 +31,7 @@ class PageWriter:
         sync: DirectorySync,
         lookup: Lookup,
         peers: Peers,
-        lanes: CopyLanes,
+        copier: Copier,
         counters: Counters,
         *,
         others: Callable[[], Mapping[str, NodeRecord]],
@@ -41,7 +41,7 @@ class PageWriter:
         self._sync = sync
         self._lookup = lookup
         self._peers = peers
-        self._lanes = lanes
+        self._copier = copier
         self._counters = counters
         self._others = others
         self._watermark = watermark
@@ -92,7 +92,7 @@ class PageWriter:
             if wanted():
                 writes[at] = PageWrite(move.key, move.size, digest, move.extents)
 
-        self._lanes.run(check, len(left), needed)
+        self._copier.each(check, len(left), needed)
         spilled = 0
         for node_id in targets:
             peer = self._peers.get(node_id)
@@ -114,24 +114,26 @@ class PageWriter:
     ) -> int:
         spans = self._store.reserve([moves[at].size for at in new])
         pages: list[Page | None] = [None] * len(new)
-
-        def copy_in(at: int) -> None:
-            reserved, move = spans[at], moves[new[at]]
-            if reserved is None:
-                statuses[new[at]] = Status.NO_SPACE
-                return
-            if time.monotonic() > deadline:
-                statuses[new[at]] = Status.TIMEOUT
-                return
-            extents = self._store.extents(reserved)
-            digest = copy_and_check(move.key, extents, move.extents)
-            if not wanted():  # the source may have changed under the copy
-                statuses[new[at]] = Status.REVOKED
-                return
-            pages[at] = Page(move.key, move.size, digest, reserved, extents)
-
         try:
-            self._lanes.run(copy_in, len(new), sum(moves[at].size for at in new))
+            roomy = [(index, reserved) for index, reserved in enumerate(spans) if reserved is not None]
+            sources = [moves[new[index]] for index, _ in roomy]
+            targets = [self._store.extents(reserved) for _, reserved in roomy]
+            copied, digests = self._copier.run(
+                [move.key for move in sources],
+                targets,
+                [move.extents for move in sources],
+                sum([move.size for move in sources]),
+                wanted,
+                deadline,
+            )
+            for at in new:
+                statuses[at] = Status.NO_SPACE  # unless there was some
+            for (index, room), move, extents, status, digest in zip(
+                roomy, sources, targets, copied, digests, strict=True
+            ):
+                statuses[new[index]] = status
+                if status == Status.OK:
+                    pages[index] = Page(move.key, move.size, digest, room, extents)
         except BaseException:
             pages = [None] * len(new)  # nothing of this batch is stored
             raise

@@ -86,6 +86,10 @@ class Fence:
 
     # -- the node's side
 
+    def word(self, slot: int) -> int:
+        """Address of the slot's ``allowed``, for copying that Python is not part of."""
+        return self.memory.address + 16 * slot
+
     def allowed(self, slot: int, request: int) -> bool:
         """Whether the engine still waits for the request."""
         return self._words[2 * slot] == request

@@ -1,0 +1,1 @@
+"""Compiled copying of batches: optional, see ``library``."""
