@@ -24,13 +24,15 @@ class Endpoint:
     """A server. ``api`` is ``sglang`` (POST /generate) or ``openai`` (POST /v1/completions, for SGLang, vLLM and
     others).
 
-    ``model`` is the name that the OpenAI API wants; empty: the first that the server lists.
+    ``model`` is the name that the OpenAI API wants; empty: the first that the server lists. ``pool_metrics`` are the
+    metrics pages of the pool's nodes, whose counters are read before and after, as the server's are.
     """
 
     url: str
     api: Literal["sglang", "openai"] = "sglang"
     model: str = ""
     api_key: str = field(default="", repr=False)
+    pool_metrics: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

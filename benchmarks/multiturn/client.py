@@ -79,12 +79,14 @@ class Client:
                 facts = server_facts(told)
         return facts
 
-    async def counters(self) -> dict[str, float]:
-        """The server's counters, or none where it has no metrics."""
+    async def counters(self, url: str = "") -> dict[str, float]:
+        """The counters of a metrics page, the server's own by default; none where there is no such page."""
+        assert self._session is not None
         try:
-            async with self._open("GET", "/metrics", None, _ASK_WITHIN) as response:
+            timeout = aiohttp.ClientTimeout(total=_ASK_WITHIN)
+            async with self._session.get(url or f"{self._url}/metrics", timeout=timeout) as response:
                 return counters(await response.text()) if response.status == 200 else {}
-        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError):
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError):
             return {}
 
     async def ask(self, prompt: Prompt, output_tokens: int) -> Exchange:

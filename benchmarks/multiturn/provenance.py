@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
@@ -39,10 +38,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def command() -> str:
-    return " ".join(sys.argv)
-
-
 def server_facts(told: Mapping[str, Any]) -> dict[str, Any]:
     """What is kept of ``/server_info``: no secrets, no live state."""
     kept = {key: value for key, value in told.items() if _TOLD.fullmatch(key) and value is not None}
@@ -55,19 +50,18 @@ def server_facts(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counters(page: str) -> dict[str, float]:
-    """Counters of a Prometheus page by name, summed over their labels; of cached tokens also by source.
+    """Counters of a Prometheus page by name, summed over their labels; and by source, operation and result, where they
+    have such labels.
 
-    >>> counters('sglang:cached_tokens_total{cache_source="host",tp_rank="0"} 5.0\\nother_total 1.0\\n')
+    >>> counters('sglang:cached_tokens_total{cache_source="host",tp_rank="0"} 5.0\nother_total 1.0\n')
     {'sglang:cached_tokens_total': 5.0, 'sglang:cached_tokens_total{host}': 5.0}
     """
     found: dict[str, float] = {}
     for name, labels, value in _SAMPLE.findall(page):
         if not _COUNTER.search(name):
             continue
-        found[name] = found.get(name, 0.0) + float(value)
-        source = re.search(r'cache_source="([^"]*)"', labels)
-        if source:
-            key = f"{name}{{{source.group(1)}}}"
+        kinds = ",".join(re.findall(r'(?:cache_source|op|result)="([^"]*)"', labels or ""))
+        for key in [name, f"{name}{{{kinds}}}"] if kinds else [name]:
             found[key] = found.get(key, 0.0) + float(value)
     return found
 

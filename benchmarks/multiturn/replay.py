@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ async def replay_async(
     async with client:
         server = await client.greet()
         before = await client.counters()
+        pool_before = await _summed(client, endpoint.pool_metrics)
         writer = Writer(out)
         asked = Asking(client, Vocabulary(*options.vocabulary), options, writer, workload.requests, progress)
         started = time.time()
@@ -97,6 +98,7 @@ async def replay_async(
         finally:
             seconds = asked.now()
             grown_by = {} if interrupted else grown(before, await client.counters())
+            pool = {} if interrupted else grown(pool_before, await _summed(client, endpoint.pool_metrics))
             writer.close(
                 {
                     "workload": {"name": workload.name, **workload.settings, "notes": dict(workload.notes)},
@@ -109,9 +111,19 @@ async def replay_async(
                     "endpoint": {"url": endpoint.url, "api": endpoint.api, "model": client.model},
                     "server": server,
                     "metrics": grown_by,
+                    "pool": pool,
                     "versions": versions(),
                     "machine": machine(),
                     **(metadata or {}),
                 }
             )
     return Summary(out, asked.done, asked.failed, asked.retried, seconds)
+
+
+async def _summed(client: Client, pages: Sequence[str]) -> dict[str, float]:
+    """The counters of several pages, added up."""
+    total: dict[str, float] = {}
+    for page in pages:
+        for name, value in (await client.counters(page)).items():
+            total[name] = total.get(name, 0.0) + value
+    return total

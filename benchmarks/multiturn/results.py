@@ -145,6 +145,11 @@ class Run:
         return str(self.metadata.get("configuration") or self.path.stem)
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """By how much the server's counters grew; empty where it has none."""
+        return dict(self.metadata.get("metrics") or {})
+
+    @property
     def answered(self) -> list[Row]:
         """Rows of requests that were answered to the end."""
         return [row for row in self.rows if not row.error]
