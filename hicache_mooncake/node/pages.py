@@ -76,6 +76,10 @@ class PageService:
         """Fetch objects into place; one status each. Pages that are not ``OK`` may hold anything."""
         return self._reader.get(moves, wanted, deadline)
 
+    def held_elsewhere(self, keys: Sequence[str]) -> list[bool]:
+        """Which pages another live node holds, as far as can be told now."""
+        return [bool(nodes) for nodes in self._lookup.holders(keys)]
+
     def commit(self, written: Sequence[Page]) -> int:
         """Make written pages visible, here and then in Redis; how many were not here already."""
         return self._writer.commit(written)

@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hicache_mooncake import __version__
@@ -90,6 +91,7 @@ class Node:
                 capacity=settings.segment_size,
                 high_watermark=settings.high_watermark,
                 forget_in_directory=self.sync.forget,
+                held_elsewhere=self._held_elsewhere,
             )
             transport = TcpTransport()
             self.peers = Peers(transport, credentials, self.sync.others)
@@ -155,6 +157,9 @@ class Node:
             proof=m.secret_proof(self._credentials.secret, session),
         )
 
+    def _held_elsewhere(self, keys: Sequence[str]) -> Sequence[bool]:
+        return self.pages.held_elsewhere(keys)  # which is made after the store that asks
+
     def _start_redis(self, undo: ExitStack) -> str:
         server = PrivateRedis()
         server.start()
@@ -196,7 +201,7 @@ class Node:
             "used_bytes": self.store.used,
             "pages": len(self.store),
             "pins": self.store.pins,
-            "evicted": self.store.evicted,
+            **self.store.facts(),
             "engines": self.engines.sessions,
             "nodes": 1 + len(self.sync.others()),
         }

@@ -7,18 +7,55 @@ gone -> memory. So a page that is visible is whole, and memory is reused only wh
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from hicache_mooncake.allocator import ExtentAllocator, Span
 from hicache_mooncake.memory import Extent, Memory
-from hicache_mooncake.node.index import Page, PageIndex
+from hicache_mooncake.node.index import Page, PageIndex, Protection
 
 EVICTION_BATCH = 64
 """Fewest pages one eviction takes: a round trip to Redis is shared, and nothing like a purge happens."""
 
+HARD_SHARE = 0.5
+"""Most of the segment that may be hard-pinned: a cache that can evict nothing stores nothing either."""
+
+REMOVED_AT_ONCE = 512
+"""Pages removed in one step: what holds the lock, and one call to Redis, stay short."""
+
+
+class PageState(NamedTuple):
+    """A page as an operator sees it. ``idle`` and ``pin_left`` (of a soft pin) are seconds, ``pins`` readers."""
+
+    key: str
+    size: int
+    protection: Protection
+    extra: bool
+    pins: int
+    idle: float
+    pin_left: float
+
+
+class Handled(NamedTuple):
+    """What became of pages: how many objects, their bytes of the segment, and how many were left as they are."""
+
+    objects: int = 0
+    bytes: int = 0
+    left: int = 0
+
+
+def _nobody(keys: Sequence[str]) -> Sequence[bool]:
+    return [False] * len(keys)
+
 
 class DramStore:
-    """Thread-safe. ``forget_in_directory`` is called without the lock, with the keys that were just made invisible."""
+    """Thread-safe. ``forget_in_directory`` and ``held_elsewhere`` are called without the lock.
+
+    The first with keys that were just made invisible, the second to learn whether extra copies still are: whether a
+    live node besides this one holds the pages.
+    """
 
     def __init__(
         self,
@@ -27,14 +64,19 @@ class DramStore:
         capacity: int | None = None,
         high_watermark: float,
         forget_in_directory: Callable[[Sequence[str]], None],
+        held_elsewhere: Callable[[Sequence[str]], Sequence[bool]] = _nobody,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.segment = segment
         self._allocator = ExtentAllocator(segment.size if capacity is None else capacity)
         self._index = PageIndex()
         self._lock = threading.Lock()
         self._watermark = int(self._allocator.capacity * high_watermark)
+        self._promised = 0  # bytes that batches have made room for and not taken yet
         self._forget_in_directory = forget_in_directory
-        self.evicted = 0
+        self._held_elsewhere = held_elsewhere
+        self._clock = clock
+        self._evicted: Counter[str] = Counter()
 
     # -- looking
 
@@ -54,11 +96,28 @@ class DramStore:
     def pins(self) -> int:
         return self._index.pinned
 
+    @property
+    def evicted(self) -> int:
+        """Pages that left because the segment was full."""
+        return self._evicted.total()
+
+    def facts(self) -> dict[str, int]:
+        """Counters and gauges of protection and eviction, by name."""
+        index = self._index
+        return {
+            "evicted": self.evicted,
+            "evicted_extra": self._evicted["extra"],
+            "evicted_soft": self._evicted["soft"],
+            "hard_pinned_bytes": index.hard_bytes,
+            "soft_pinned_bytes": index.soft_bytes,
+            "extra_bytes": index.extra_bytes,
+        }
+
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Which keys are here; touches them, pins nothing."""
+        now = self._clock()
         with self._lock:
-            touch = self._index.touch
-            return [touch(key) for key in keys]
+            return self._index.touch_all(keys, now)
 
     def sizes_of(self, keys: Sequence[str]) -> dict[str, int]:
         """Key -> size in bytes of those that are here; touches nothing."""
@@ -67,38 +126,112 @@ class DramStore:
         return {page.key: page.size for page in pages if page is not None}
 
     def keys(self) -> list[str]:
-        """Every key, least recently used first: a snapshot."""
+        """Every key, in no order: a snapshot."""
+        return [page.key for page in self.snapshot()]
+
+    def snapshot(self) -> list[Page]:
+        """Every page, in no order; nothing keeps them."""
         with self._lock:
-            return [page.key for page in self._index]
+            return self._index.snapshot()
+
+    def find(self, page_hashes: Sequence[str], digests: Sequence[str] = ()) -> list[list[Page]]:
+        """For each page hash its objects in these namespaces, or in all. Touches nothing, pins nothing."""
+        with self._lock:
+            return [self._index.find(page_hash, digests) for page_hash in page_hashes]
+
+    def states(self, pages: Iterable[Page]) -> list[PageState]:
+        """How pages stand now; those that are gone are left out."""
+        now = self._clock()
+        with self._lock:
+            self._index.expire(now)
+            return [
+                PageState(
+                    page.key,
+                    page.size,
+                    page.protection,
+                    page.extra,
+                    page.pins,
+                    max(0.0, now - page.used),
+                    max(0.0, page.pinned_until - now) if page.protection is Protection.SOFT else 0.0,
+                )
+                for page in pages
+                if not page.forgotten
+            ]
 
     # -- reading
 
     def pin(self, keys: Sequence[str]) -> list[Page | None]:
         """The pages, each with one more pin; every one that is not None must go through :meth:`unpin`."""
+        now = self._clock()
         with self._lock:
-            pin = self._index.pin
-            return [pin(key) for key in keys]
+            return self._index.pin_all(keys, now)
+
+    def hold(self, pages: Iterable[Page]) -> list[Page]:
+        """Pin those that are still here, without making them any younger; they must go through :meth:`unpin`."""
+        with self._lock:
+            held = [page for page in pages if not page.forgotten]
+            self._index.hold(held)
+        return held
 
     def unpin(self, pages: Sequence[Page | None]) -> None:
-        """Let go of what :meth:`pin` returned."""
+        """Let go of what :meth:`pin` or :meth:`hold` returned."""
         with self._lock:
             for page in pages:
                 if page is not None and self._index.unpin(page):
                     self._allocator.free(page.spans)
 
+    # -- protecting
+
+    def protect(self, pages: Iterable[Page], protection: Protection, ttl: float = 0.0) -> Handled:
+        """Put pages, each with all its parts, into a class; ``ttl`` (seconds without a use) is for soft pins.
+
+        Left as it is what would take hard pins above :data:`HARD_SHARE` of the segment.
+        """
+        objects = size = left = 0
+        now = self._clock()
+        with self._lock:
+            limit = int(HARD_SHARE * self.capacity)
+            done: set[int] = set()
+            for page in pages:
+                if page.forgotten or id(page) in done:
+                    continue
+                members = self._index.group(page)
+                done |= set(map(id, members))
+                more = sum(member.footprint for member in members if member.protection is not Protection.HARD)
+                if protection is Protection.HARD and self._index.hard_bytes + more > limit:
+                    left += len(members)
+                    continue
+                self._index.protect(page, protection, ttl, now)
+                objects += len(members)
+                size += sum(member.footprint for member in members)
+        return Handled(objects, size, left)
+
     # -- writing
 
     def reserve(self, sizes: Sequence[int]) -> list[tuple[Span, ...] | None]:
-        """Memory for new pages, evicting the least recently used ones above the watermark; None where there is none."""
+        """Memory for new pages, evicting cold ones above the watermark; None where there is none."""
         # What can never fit must not cost those their place that do.
         wanted = sum(ExtentAllocator.footprint(size) for size in sizes if size <= self.capacity)
-        self._make_room(wanted)
         with self._lock:
-            spans = [self._allocator.allocate(size) for size in sizes]
-        if None in spans and self._evict(wanted):
+            self._promised += wanted
+        try:
+            self._make_room()
             with self._lock:
-                spans = [got or self._allocator.allocate(size) for got, size in zip(spans, sizes, strict=True)]
+                spans = [self._allocator.allocate(size) for size in sizes]
+            missing = [size for size, got in zip(sizes, spans, strict=True) if got is None and size <= self.capacity]
+            if missing:  # holes too small, or memory that others took or still read
+                self._make_room(sum(map(ExtentAllocator.footprint, missing)))
+                with self._lock:
+                    spans = [got or self._allocator.allocate(size) for got, size in zip(spans, sizes, strict=True)]
+        finally:
+            with self._lock:
+                self._promised -= wanted
         return spans
+
+    @property
+    def _excess(self) -> int:
+        """Bytes above the watermark when all batches under way have what they want and what is leaving has left."""
+        return self._allocator.used_bytes + self._promised - self._index.leaving_bytes - self._watermark
 
     def reserve_free(self, sizes: Sequence[int]) -> list[tuple[Span, ...] | None]:
         """Memory for pages of other nodes: nothing is evicted for them, and the watermark holds."""
@@ -115,8 +248,9 @@ class DramStore:
 
     def commit(self, pages: Sequence[Page]) -> list[bool]:
         """Make written pages visible. False where the key was stored meanwhile by another writer: ours is dropped."""
+        now = self._clock()
         with self._lock:
-            fresh = [self._index.insert(page) for page in pages]
+            fresh = self._index.insert_all(pages, now)
             for page, inserted in zip(pages, fresh, strict=True):
                 if not inserted:
                     self._allocator.free(page.spans)
@@ -131,48 +265,73 @@ class DramStore:
 
     def drop(self, page: Page) -> None:
         """Remove one page that must not be served any more (it failed its check)."""
-        self._remove([page])
+        self.remove([page])
+
+    def remove(self, pages: Sequence[Page]) -> int:
+        """Remove pages whatever protects them; how many this call removed, the others had been already."""
+        removed = 0
+        for start in range(0, len(pages), REMOVED_AT_ONCE):
+            with self._lock:
+                gone = self._index.forget(pages[start : start + REMOVED_AT_ONCE])
+            self._bury(gone)
+            removed += len(gone)
+        return removed
 
     def remove_where(self, matches: Callable[[str], bool]) -> int:
         """Remove every page whose key matches; returns how many."""
-        with self._lock:
-            pages = [page for page in self._index if matches(page.key)]
-        return sum(self._remove(pages[start : start + 512]) for start in range(0, len(pages), 512))
+        return self.remove([page for page in self.snapshot() if matches(page.key)])
 
-    def _make_room(self, wanted: int) -> None:
-        excess = self._allocator.used_bytes + wanted - self._watermark
-        if excess > 0:
-            self._evict(excess)
+    def evict_bytes(self, footprint: int) -> Handled:
+        """Have cold pages go as if so many bytes were needed, soft-pinned ones last."""
+        objects = freed = 0
+        while freed < footprint:
+            gone = self._make_room(min(footprint - freed, _STEP))
+            if not gone:
+                break
+            objects += len(gone)
+            freed += sum(page.footprint for page in gone)
+        return Handled(objects, freed)
 
-    def _evict(self, footprint: int) -> bool:
-        """Evict at least ``footprint`` bytes of cold pages if there are that many; True when any page went."""
+    def _make_room(self, footprint: int | None = None) -> list[Page]:
+        """Evict what takes ``footprint`` bytes, or what is above the watermark, if there is that much; what went."""
+        self._settle_extras(footprint)
         with self._lock:
-            victims = self._index.coldest(footprint)
-            if 0 < len(victims) < EVICTION_BATCH and len(self._index) > 16 * EVICTION_BATCH:
-                victims += self._index.coldest(
-                    (EVICTION_BATCH - len(victims)) * victims[0].size,
-                    passing_over=[page.key for page in victims],
-                )
-        evicted = self._remove(victims)
-        with self._lock:
-            self.evicted += evicted
-        return bool(victims)
+            footprint = self._excess if footprint is None else footprint
+            if footprint <= 0:
+                return []
+            batch = EVICTION_BATCH if len(self._index) > 16 * EVICTION_BATCH else 0
+            victims = self._index.evict(footprint, self._clock(), at_least=batch)
+            for page in victims:
+                soft = page.protection is Protection.SOFT
+                self._evicted["soft" if soft else "extra" if page.extra else "cold"] += 1
+        self._bury(victims)
+        return victims
 
-    def _remove(self, pages: Sequence[Page]) -> int:
-        """How many of ``pages`` this call removed; the others had been already."""
-        # 1. Invisible here, and held by our own pin, so that an unpin meanwhile does not free it before step 2.
-        # 2. Out of Redis. 3. Our pin goes; the memory goes with the last pin.
-        held: list[Page] = []
-        with self._lock:
-            for page in pages:
-                if not page.forgotten:
-                    page.pins += 1
-                    self._index.pinned += 1
-                    self._index.forget(page)
-                    held.append(page)
-        if held:
+    def _settle_extras(self, footprint: int | None) -> None:
+        """Extra copies go first only while somebody else holds the page as well: that is looked up when it matters."""
+        while self._index.extra_bytes:
+            with self._lock:
+                needed = self._excess if footprint is None else footprint
+                extras = self._index.cold_extras(needed, self._clock(), at_least=EVICTION_BATCH)
+            if not extras:
+                return
+            elsewhere = self._held_elsewhere([page.key for page in extras])
+            with self._lock:
+                alone = [page for page, other in zip(extras, elsewhere, strict=True) if not other and page.extra]
+                for page in alone:
+                    if not page.forgotten:
+                        self._index.settle(page)
+            if not alone:
+                return
+
+    def _bury(self, pages: Sequence[Page]) -> None:
+        """Pages that are invisible now, and held: out of Redis, and then their memory goes with the last pin."""
+        if pages:
             try:
-                self._forget_in_directory([page.key for page in held])
+                self._forget_in_directory([page.key for page in pages])
             finally:
-                self.unpin(held)
-        return len(held)
+                self.unpin(pages)
+
+
+_STEP = 64 << 20
+"""Bytes evicted in one step when an operator orders it: the lock and Redis are free in between."""
