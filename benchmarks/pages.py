@@ -114,7 +114,9 @@ def _bench_pages(
             return measure(lambda: stream.receive(data.reader.l2, slots), [stream.pid])
 
         def take_get(engine: Engine) -> Sample:
-            batch = data.batch(engine, turns())
+            number = turns()
+            batch = data.batch(engine, number)
+            engine.exists(data.batch_names(number))  # as SGLang does before it fetches
             return measure(lambda: data.move(m.Get, engine, batch), pool.pids)
 
         takes: list[Take] = [

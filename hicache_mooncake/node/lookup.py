@@ -10,6 +10,7 @@ from hicache_mooncake.metadata.records import ObjectRecord
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.peers import Peers
+from hicache_mooncake.node.recent import RecentHolders
 from hicache_mooncake.node.store import DramStore
 
 LOOKUP_CHUNK = 512
@@ -24,6 +25,7 @@ class Lookup:
         self._sync = sync
         self._peers = peers
         self._counters = counters
+        self._recent = RecentHolders()
 
     def exists(self, keys: Sequence[str], deadline: float, *, stop_at_miss: bool) -> bytearray:
         """One byte a key, 1 where a live node holds it. With ``stop_at_miss`` what follows the first miss stays 0."""
@@ -41,9 +43,24 @@ class Lookup:
         here = self._store.contains(keys)
         missing = [position for position, held in enumerate(here) if not held]
         if missing and time.monotonic() < deadline:
-            for position, nodes in zip(missing, self.holders([keys[at] for at in missing]), strict=True):
+            elsewhere = [keys[at] for at in missing]
+            found = self.holders(elsewhere)
+            self._recent.note(elsewhere, found)
+            for position, nodes in zip(missing, found, strict=True):
                 here[position] = bool(nodes)
         return bytes(here)
+
+    def holders_lately(self, keys: Sequence[str]) -> tuple[list[Sequence[str]], bool]:
+        """As :meth:`holders`, but an existence query's answer of a moment ago will do, once; whether any was used."""
+        usable = self._peers.usable()
+        found: list[Sequence[str]] = [
+            [node for node in nodes if node in usable] if nodes else () for nodes in self._recent.of(keys)
+        ]
+        unknown = [at for at, nodes in enumerate(found) if not nodes]
+        if unknown:
+            for at, nodes in zip(unknown, self.holders([keys[at] for at in unknown]), strict=True):
+                found[at] = nodes
+        return found, len(unknown) < len(keys)
 
     def holders(self, keys: Sequence[str]) -> list[Sequence[str]]:
         """For each key the usable nodes that hold it; nobody where Redis does not answer."""

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, wait
 
 from hicache_mooncake.errors import HiCacheMooncakeError
@@ -118,12 +118,28 @@ class PageReader:
         wanted: Wanted,
         deadline: float,
     ) -> int:
-        """Read from other nodes, each page from one holder after the other until one delivers or time is up."""
-        found = self._lookup.holders([moves[at].key for at in missing])
-        holders = {
-            at: random.sample(nodes, len(nodes)) if nodes[1:] else [*nodes]
-            for at, nodes in zip(missing, found, strict=True)
-        }
+        """Read from other nodes: those that an existence query found just now, or that Redis names.
+
+        A page that was not to be had from the former is looked up anew: it may have moved meanwhile.
+        """
+        found, remembered = self._lookup.holders_lately([moves[at].key for at in missing])
+        got = self._get_from(moves, dict(zip(missing, found, strict=True)), statuses, wanted, deadline)
+        if remembered and got < len(missing) and wanted() and time.monotonic() < deadline:
+            again = [at for at in missing if statuses[at] in (Status.ABSENT, Status.FAILED)]
+            found = self._lookup.holders([moves[at].key for at in again]) if again else []
+            got += self._get_from(moves, dict(zip(again, found, strict=True)), statuses, wanted, deadline)
+        return got
+
+    def _get_from(
+        self,
+        moves: Sequence[Move],
+        found: Mapping[int, Sequence[str]],
+        statuses: bytearray,
+        wanted: Wanted,
+        deadline: float,
+    ) -> int:
+        """Read each page from one of its holders after the other until one delivers or time is up; how many came."""
+        holders = {at: random.sample(nodes, len(nodes)) if nodes[1:] else [*nodes] for at, nodes in found.items()}
         got = 0
         while True:
             by_peer: defaultdict[str, list[int]] = defaultdict(list)
