@@ -364,6 +364,18 @@ class PageIndex:
             footprint -= page.footprint
         return found
 
+    def coldest(self, footprint: int, now: float) -> list[Page]:
+        """Unpinned pages in about the order in which they would go, that take ``footprint`` bytes, or all there are."""
+        found = self.cold_extras(footprint, now, at_least=0)
+        footprint -= sum([page.footprint for page in found])
+        for page in self._plain.values():
+            if footprint <= 0:
+                break
+            if not page.pins:
+                found.append(page)
+                footprint -= page.footprint
+        return found
+
     def evict(self, footprint: int, now: float, *, at_least: int = 0) -> list[Page]:
         """:meth:`forget` cold pages that take ``footprint`` bytes or more, or all that may go.
 

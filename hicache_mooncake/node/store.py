@@ -166,12 +166,17 @@ class DramStore:
         with self._lock:
             return self._index.pin_all(keys, now)
 
-    def hold(self, pages: Iterable[Page]) -> list[Page]:
-        """Pin those that are still here, without making them any younger; they must go through :meth:`unpin`."""
+    def hold(self, keys: Sequence[str]) -> list[Page | None]:
+        """:meth:`pin` for who only looks after pages: they become no younger."""
         with self._lock:
-            held = [page for page in pages if not page.forgotten]
-            self._index.hold(held)
-        return held
+            pages = [self._index.get(key) for key in keys]
+            self._index.hold([page for page in pages if page is not None])
+        return pages
+
+    def coldest(self, footprint: int) -> list[Page]:
+        """The pages that would go next if ``footprint`` bytes were needed; nothing keeps them."""
+        with self._lock:
+            return self._index.coldest(footprint, self._clock())
 
     def unpin(self, pages: Sequence[Page | None]) -> None:
         """Let go of what :meth:`pin` or :meth:`hold` returned."""

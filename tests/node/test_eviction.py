@@ -246,6 +246,8 @@ class EvictionMachine(RuleBasedStateMachine):
         if page is not None:
             self.store.drop(page)
             self.store.unpin([page])
+            for member in self.group(name):
+                self.model[member].exact = False  # it may have been as young as the one that went
             del self.model[name]
             self.gone = []
 
@@ -485,3 +487,16 @@ def test_a_pool_that_is_polled_all_the_time_still_takes_what_is_new() -> None:
         poller.join()
     assert polls[0] > 100 and store.pins == 0
     assert held(store, names("p", pages))  # and what is asked for outlives what is not
+
+
+def test_what_would_go_next_is_told_and_may_be_held_without_becoming_younger(clock: list[float]) -> None:
+    store = store_of(64, clock)
+    put(store, [key(name) for name in names("p", 64)])
+    first = [page.key for page in store.coldest(8 * GRANULE)]
+    assert first == [key(name) for name in names("p", 8)]
+    held_pages = store.hold([*first, key("absent")])
+    assert held_pages[-1] is None
+    assert [page.key for page in store.coldest(GRANULE)] == [key("p8")]
+    store.unpin(held_pages)
+    put(store, [key(name) for name in names("n", 8)])
+    assert held(store, names("p", 9)) == ["p8"]
