@@ -157,8 +157,8 @@ def show_pool(url: str, pool: Contents, *, kept: bool) -> None:
     cli = ["redis-cli", "-s", url.removeprefix("unix://")]
     first = pool.nodes[0].id if pool.nodes else "ID"
     for words, what in (
-        ([*cli, "SMEMBERS", f"hcm:{POOL}:nodes"], "who is in the pool"),
-        ([*cli, "HGETALL", f"hcm:{POOL}:node:{first}"], "what a node says of itself"),
+        ([*cli, "SMEMBERS", f"hcm:{POOL}:nodes:{{0}}"], "who is in the pool"),
+        ([*cli, "HGETALL", f"hcm:{POOL}:node:{{0}}{first}"], "what a node says of itself"),
         ([*cli, "GET", pool.example], "how large a page is and who holds it"),
         (
             [str(Path(sys.executable).with_name("hicache-mooncake")), "status", "--redis-url", url, "--pool", POOL],

@@ -90,8 +90,8 @@ class Settings:
     redis_url: str = _setting(
         "",
         values.redis_url,
-        "`redis://`, `rediss://`, `unix://` URL",
-        "Redis or Valkey that holds the directory of the pool. "
+        "`redis://`, `redis+sentinel://`, `redis+cluster://`, `unix://` URL",
+        "Redis or Valkey that holds the directory of the pool, see [redis.md](redis.md). "
         "Empty: the node starts a private one, for this host only.",
         secret=True,
     )
@@ -200,10 +200,11 @@ class Settings:
         "Port of the node's metrics page for Prometheus, on the host of `listen`. 0: none.",
     )
     shards: int = _setting(
-        1,
-        values.within(values.integer, 1, 64, "1 to 64 is expected"),
-        "1 to 64",
-        "Hash tags over which the directory is spread: 1 for a single Redis. Fixed when the pool is created.",
+        0,
+        values.within(values.integer, 0, 64, "0 to 64 is expected"),
+        "0 to 64",
+        "Parts of the directory, each in one slot of a Redis Cluster, fixed when the pool is created. 0: as the pool "
+        "has it; for a new one 1 for a single Redis, one a master for a Cluster.",
     )
     node_linger: float = _setting(
         0.0,

@@ -25,7 +25,8 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|min|m|h|)", re.IGNORECASE
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _TRUE = frozenset(("true", "yes", "on", "1"))
 _FALSE = frozenset(("false", "no", "off", "0"))
-_URL_PARAMETERS = frozenset(("db", "username", "password", "client_name", "socket_read_size"))
+_URL_PARAMETERS = frozenset(("db", "username", "password", "password_file", "client_name", "socket_read_size"))
+_SENTINEL_PARAMETERS = frozenset(("sentinel_username", "sentinel_password", "sentinel_password_file"))
 _TLS_PARAMETERS = frozenset(
     (
         "ssl_ca_certs",
@@ -205,35 +206,75 @@ def _endpoint_parts(value: str, *, port_required: bool) -> bool:
     return colon == ":" and port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
 
 
+def split_redis_url(url: str) -> tuple[str, str, list[tuple[str, int]], str, str]:
+    """Scheme, credentials with their ``@``, hosts with their ports (0: not given), path and query of a Redis URL.
+
+    >>> split_redis_url("redis+sentinel://u:p@s1,s2:26380/main/1?db=2")
+    ('redis+sentinel', 'u:p@', [('s1', 0), ('s2', 26380)], '/main/1', 'db=2')
+
+    Raises ``ValueError`` for what is none.
+    """
+    parts = urlsplit(url)
+    credentials, at, places = parts.netloc.rpartition("@")
+    hosts = []
+    for place in places.split(",") if parts.scheme != "unix" else []:
+        one = urlsplit(f"//{place}")
+        if not one.hostname or one.port == 0:
+            raise ValueError("no host")
+        hosts.append((one.hostname, one.port or 0))
+    return parts.scheme, credentials + at, hosts, parts.path, parts.query
+
+
 def redis_url(raw: object) -> str:
-    """Empty, ``redis://`` or ``rediss://[user:password@]host[:port][/db]``, or ``unix://[user:password@]/path[?db=n]``."""
+    """Empty, or where the directory is: one Redis, the sentinels that watch one, or members of a Redis Cluster.
+
+    ``redis://[user:password@]host[:port][/db]``, ``unix://[user:password@]/path[?db=n]``,
+    ``redis+sentinel://[user:password@]host[:port][,…]/service[/db]``, ``redis+cluster://[user:password@]host[:port][,…]``,
+    and ``rediss`` instead of ``redis`` for TLS.
+    """
     value = text(raw).strip()
     if not value:
         return value
-    refused = "redis://[user:password@]host[:port][/db], rediss://… or unix:///path[?db=n] is expected"
+    refused = (
+        "redis://[user:password@]host[:port][/db], rediss://…, unix:///path[?db=n], "
+        "redis+sentinel://host[:port][,…]/service[/db] or redis+cluster://host[:port][,…] is expected"
+    )
     try:
-        parts = urlsplit(value)
-        port = parts.port
+        scheme, _, hosts, path, parameters = split_redis_url(value)
     except ValueError:
         raise ValueError(refused + "; special characters in a password are written %XX") from None
-    if parts.scheme == "unix":
-        if not parts.path.startswith("/") or parts.path == "/":
+    base, _, kind = scheme.partition("+")
+    if scheme == "unix":
+        if not path.startswith("/") or path == "/":
             raise ValueError(refused)
-    elif parts.scheme not in ("redis", "rediss") or not parts.hostname or port == 0:
+    elif base not in ("redis", "rediss") or kind not in ("", "sentinel", "cluster"):
         raise ValueError(refused)
-    elif parts.path not in ("", "/") and not re.fullmatch(r"/[0-9]{1,5}/?", parts.path):
+    elif kind == "" and len(hosts) > 1:
+        raise ValueError("several hosts are for redis+sentinel:// and redis+cluster://")
+    elif kind == "cluster" and path not in ("", "/", "/0"):
+        raise ValueError("a Redis Cluster has no database but 0: redis+cluster://host[:port][,…] is expected")
+    elif kind == "sentinel" and not re.fullmatch(r"/[A-Za-z0-9_.-]+(/[0-9]{1,5})?/?", path, re.ASCII):
+        raise ValueError("redis+sentinel://host[:port][,…]/service[/db] is expected; service is what sentinels watch")
+    elif kind == "" and path not in ("", "/") and not re.fullmatch(r"/[0-9]{1,5}/?", path):
         raise ValueError(refused + "; the path is the number of a database")
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    allowed = _URL_PARAMETERS | _TLS_PARAMETERS if parts.scheme == "rediss" else _URL_PARAMETERS
+    query = dict(parse_qsl(parameters, keep_blank_values=True))
+    allowed = _URL_PARAMETERS
+    if kind == "sentinel":
+        allowed |= _SENTINEL_PARAMETERS
+    if base == "rediss":
+        allowed |= _TLS_PARAMETERS
     for parameter in query:
         if parameter not in allowed:
             # With an @ behind it, what looks like a parameter is a part of a password that holds a ?.
-            plain = re.fullmatch(r"[A-Za-z_]{1,40}", parameter) and "@" not in parts.query
+            plain = re.fullmatch(r"[A-Za-z_]{1,40}", parameter) and "@" not in parameters
             named = f"the parameter {parameter!r}" if plain else "a parameter"
             known = ", ".join(sorted(allowed))
             raise ValueError(f"{named} after the ? is not known; {known} are")
-    if "db" in query and not query["db"].isdigit():
+    if "db" in query and (not query["db"].isdigit() or (kind == "cluster" and query["db"] != "0")):
         raise ValueError(refused + "; db is the number of a database")
+    for parameter in ("password_file", "sentinel_password_file"):
+        if parameter in query and not query[parameter].startswith("/"):
+            raise ValueError(f"{parameter} is the absolute path of a file that holds the password")
     return value
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hicache_mooncake import config, config_sources, config_values
 from hicache_mooncake.config import Settings
 from hicache_mooncake.errors import ConfigError
-from hicache_mooncake.metadata.link import RedisLink
+from hicache_mooncake.metadata.routes import link_to
 
 SECRET = "hunter2"
 
@@ -255,7 +255,7 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> Non
         {"pool": ""},
         {"tenant": "a b"},
         {"name": "{0}"},
-        {"shards": 0},
+        {"shards": -1},
         {"shards": "1.5"},
         {"staging_size": 4096},
         {"high_watermark": 1.5},
@@ -283,6 +283,16 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> Non
         {"redis_url": "redis://h?db=x"},
         {"redis_url": "redis://h/0?foo=bar"},
         {"redis_url": "redis://h?ssl_ca_certs=/ca.pem"},
+        {"redis_url": "redis://h1,h2"},
+        {"redis_url": "redis+cluster://h1,,h2"},
+        {"redis_url": "redis+cluster://h/1"},
+        {"redis_url": "redis+cluster://h?db=1"},
+        {"redis_url": "redis+sentinel://h"},
+        {"redis_url": "redis+sentinel://h/main/x"},
+        {"redis_url": "redis+other://h"},
+        {"redis_url": "unix+cluster:///s"},
+        {"redis_url": "redis://h?password_file=relative"},
+        {"redis_url": "redis://h?sentinel_password=x"},
         {"redis_url": "unix://"},
         {"redis_url": 6379},
         {"ssd_path": "/ssd"},
@@ -311,6 +321,9 @@ def test_refused_values(extra: dict[str, object]) -> None:
         {"redis_url": "redis://[::1]"},
         {"redis_url": "rediss://db.example?ssl_ca_certs=/etc/ca.pem"},
         {"redis_url": "unix:///run/redis.sock?db=2"},
+        {"redis_url": "redis://cache@h/3?password_file=/run/secrets/redis"},
+        {"redis_url": "redis+cluster://h1:7000,h2,[::1]:7001"},
+        {"redis_url": "rediss+sentinel://u:p@s1,s2:26380/main/2?sentinel_password=x&ssl_ca_certs=/ca"},
         {"huge_pages": "on"},
         {"offload": "off"},
     ],
@@ -326,10 +339,20 @@ def test_parameters_of_a_redis_url_are_known_ones() -> None:
     for scheme, names in (
         ("redis", config_values._URL_PARAMETERS),
         ("rediss", config_values._URL_PARAMETERS | config_values._TLS_PARAMETERS),
+        ("rediss+cluster", (config_values._URL_PARAMETERS | config_values._TLS_PARAMETERS) - {"db"}),
+        ("redis+sentinel", config_values._URL_PARAMETERS | config_values._SENTINEL_PARAMETERS),
     ):
         for name in names:
-            value = {"ssl_check_hostname": "true", "ssl_cert_reqs": "none", "ssl_min_version": "771"}.get(name, "1")
-            RedisLink(load({"redis_url": f"{scheme}://h?{name}={value}"}).redis_url, timeout=1, client_name="t").close()
+            value = {
+                "ssl_check_hostname": "true",
+                "ssl_cert_reqs": "none",
+                "ssl_min_version": "771",
+                "password_file": "/f",
+                "sentinel_password_file": "/f",
+            }.get(name, "1")
+            place = "h/main" if "sentinel" in scheme else "h"
+            url = load({"redis_url": f"{scheme}://{place}?{name}={value}"}).redis_url
+            link_to(url, timeout=1, client_name="t").close()
 
 
 def test_yaml_booleans_are_words_where_words_are_expected(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_every_redis_cli_example_prints_what_is_shown(tcp_redis_url: str) -> Non
     with NodeProcess(tcp_redis_url, "docs") as node, Engine(node.socket) as engine:
         engine.store(hashes("docs", 8))
         with redis.Redis.from_url(tcp_redis_url) as client:
-            key = f"hcm:default:node:{node.node_id}"
+            key = f"hcm:default:node:{{0}}{node.node_id}"
             eventually(lambda: client.hget(key, "pages") == b"8", what="a heartbeat that counts the pages")
         done = subprocess.run(
             ["bash", "-c", script],

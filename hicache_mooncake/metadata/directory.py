@@ -10,31 +10,31 @@ import logging
 import secrets
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import redis.exceptions as failures
 
 from hicache_mooncake.errors import ConfigError, Unavailable
 from hicache_mooncake.metadata import scripts
-from hicache_mooncake.metadata.admission import check_permissions, check_server, refusal, unusable
-from hicache_mooncake.metadata.keys import SCHEMA, Keys, shard_of
-from hicache_mooncake.metadata.link import Command, RedisLink
+from hicache_mooncake.metadata.admission import Memory, memory_of, refusal
+from hicache_mooncake.metadata.calls import Call, by_shard, run, send
+from hicache_mooncake.metadata.keys import Keys, Shard, shard_of
+from hicache_mooncake.metadata.link import Away
+from hicache_mooncake.metadata.listing import listed
+from hicache_mooncake.metadata.opening import check_pool, find_or_create, open_call, shards_there
 from hicache_mooncake.metadata.permissions import ACL_RULES
 from hicache_mooncake.metadata.records import (
     NodeRecord,
     ObjectRecord,
     format_node,
-    node_of,
-    pairs,
     parse_info,
     parse_node,
     parse_object,
 )
-from hicache_mooncake.metadata.scripts import Script
+from hicache_mooncake.metadata.routes import link_to
+from hicache_mooncake.metadata.sweeping import prune, sweep_shard
 
-__all__ = ["ACL_RULES", "Directory"]
+__all__ = ["ACL_RULES", "Directory", "Unreached"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,40 +44,53 @@ CHANGES_PER_CALL = 512
 LOOKUPS_PER_CALL = 1024
 """Objects in one MGET: about 2 ms of the server."""
 
-CALLS_PER_WRITE = 8
-"""Calls sent before the first reply is read: enough to hide the round trip, and buffers stay small."""
-
 NAMESPACE_TTL = 30 * 24 * 3600.0
 """Seconds for which what a namespace stands for is remembered after it was last declared."""
 
-_Call = tuple[Script, Sequence["str | bytes"], Sequence["str | int"]]
+
+class Unreached(Unavailable):
+    """A part of the shards was away; ``keys`` are those it was not told about. The rest is done."""
+
+    def __init__(self, message: str, keys: Sequence[str] = ()) -> None:
+        super().__init__(message, hint="the pool heals when all masters of the Redis Cluster answer again")
+        self.keys = keys
 
 
 class _Identity(NamedTuple):
-    """Which directory a node has published to. A change of any part means: publish everything again."""
+    """Which shard a node has published to. A change of any part means: publish everything again."""
 
     run_id: str  # another server process: restarted, replaced, failed over; "" where INFO is not allowed
-    epoch: str  # another `hcm:<pool>`: flushed, restored from an old dump
+    epoch: str  # another `hcm:<pool>:shard:…`: flushed, restored from an old dump
     lease: str  # the node's own key had expired: others may have swept what it holds
+    missed: int  # writes that did not reach the shard
 
 
 class Directory:
-    """One pool's directory in one Redis. Thread-safe.
+    """One pool's directory in Redis. Thread-safe.
 
     ``timeout`` is how many seconds a call to Redis may take. ``shards`` is fixed for the pool by who creates
-    it. Every method but :meth:`open` and :meth:`close` raises :class:`Unavailable` when Redis does not answer
-    in time, and works again when Redis does, without being opened again. After a call that waited in vain,
-    others fail at once for a moment instead of waiting too.
+    it; 0 takes what the pool has, or what suits a new one. Every method but :meth:`open` and :meth:`close`
+    raises :class:`Unavailable` when Redis does not answer in time, and works again when Redis does, without
+    being opened again. After a call that waited in vain, others fail at once for a moment instead of waiting too.
+
+    Where a Redis Cluster has lost some of its masters, the pages of their shards are misses, the rest goes on, and
+    :meth:`heartbeat` asks for them to be published again when they are back.
     """
 
-    def __init__(self, url: str, pool: str, *, timeout: float = 0.5, shards: int = 1) -> None:
+    def __init__(self, url: str, pool: str, *, timeout: float = 0.5, shards: int = 0) -> None:
         """Raises :class:`ConfigError` for a URL, a name or a number of shards that cannot be used; no I/O."""
         self.pool = pool
         self.timeout = timeout
-        self._keys = Keys(pool, shards)
-        self._link = RedisLink(url, timeout=timeout, client_name=f"hicache-mooncake:{pool}")
+        self._wanted_shards = shards
+        self._known_keys: Keys | None = None
+        self._pool_keys = Keys(pool, shards or 1)
+        if shards:
+            self._known_keys = self._pool_keys
+        self._link = link_to(url, timeout=timeout, client_name=f"hicache-mooncake:{pool}")
         self._may_info = True
-        self._published_to: dict[str, _Identity] = {}
+        self._published_to: dict[str, dict[int, _Identity]] = {}
+        self._missed: Counter[int] = Counter()
+        self._unreached = 0
         self._lock = threading.Lock()
 
     # -- joining and leaving --
@@ -90,10 +103,13 @@ class Directory:
         :class:`Unavailable` while Redis is loading its data.
         """
         try:
-            self._find_or_create()
+            opened = find_or_create(self._link, self.pool, self._wanted_shards)
         except BaseException:
             self._link.drop_idle()
             raise
+        self._may_info = opened.may_info
+        if self._known_keys is None or len(self._known_keys.shards) != len(opened.keys.shards):
+            self._known_keys = opened.keys
 
     @classmethod
     def of_existing(cls, url: str, pool: str, *, timeout: float) -> Directory:
@@ -103,19 +119,27 @@ class Directory:
         """
         found = cls(url, pool, timeout=timeout)
         try:
-            (shards,) = found._call([("HGET", found._keys.pool, "shards")])
-        except Unavailable as error:
-            raise refusal(found._link, error) from error
-        finally:
+            try:
+                shards = shards_there(found._link, found._pool_keys)
+            except Unavailable as error:
+                raise refusal(found._link, error) from error
+            if not shards:
+                raise ConfigError("pool", pool, f"there is no such pool in Redis at {found.place}")
+        except BaseException:
             found.close()
-        if shards is None:
-            raise ConfigError("pool", pool, f"there is no such pool in Redis at {found.place}")
-        return cls(url, pool, timeout=timeout, shards=int(shards))
+            raise
+        found._known_keys = Keys(pool, shards)
+        return found
 
     @property
     def place(self) -> str:
         """Where Redis is, without any password."""
         return self._link.place
+
+    @property
+    def unreached(self) -> int:
+        """How many keys were not looked up, all in all, because their part of Redis was away."""
+        return self._unreached
 
     def close(self) -> None:
         """Close the connections. What this process published stays until :meth:`leave` or its TTL."""
@@ -123,78 +147,102 @@ class Directory:
 
     def join(self, record: NodeRecord, ttl: float) -> None:
         """Make the node known for ``ttl`` seconds; to be called before it publishes anything."""
-        identity = self._announce(record, ttl)
+        identities = self._announce(record, ttl)
         with self._lock:
-            self._published_to[record.id] = identity
+            self._published_to[record.id] = identities
 
     def heartbeat(self, record: NodeRecord, ttl: float) -> bool:
         """Keep the node known for another ``ttl`` seconds.
 
-        ``False``, once for each such change, when the directory is not the one the node has published to, or
-        has taken the node for dead meanwhile: what was missing is created again, and the node must publish
-        everything it holds again.
+        ``False``, once for each such change, when a shard is not the one the node has published to, has taken
+        the node for dead, or was away while there was something to tell it: what was missing is created again,
+        and the node must publish everything it holds again.
         """
-        identity = self._announce(record, ttl)
+        identities = self._announce(record, ttl)
         with self._lock:
-            same = self._published_to.get(record.id) == identity
-            self._published_to[record.id] = identity
+            known = self._published_to.setdefault(record.id, {})
+            same = all(known.get(shard) == identity for shard, identity in identities.items())
+            known.update(identities)
         return same
 
     def leave(self, node_id: str) -> None:
         """Make the node unknown at once: what it still has in the directory no longer counts."""
         with self._lock:
             self._published_to.pop(node_id, None)
-        self._run([(scripts.LEAVE, [self._keys.nodes, self._keys.node(node_id)], [node_id])])
+        self._send([run(scripts.LEAVE, s.slot, [s.nodes, s.node(node_id)], [node_id]) for s in self._shards])
 
     def nodes(self) -> dict[str, NodeRecord]:
         """The living nodes by id."""
-        ids, records = self._indexed(self._keys.nodes, self._keys.node)
-        found = {node_id: parse_node(node_id, fields) for node_id, fields in zip(ids, records, strict=True)}
+        found = {
+            node_id: parse_node(node_id, fields)
+            for node_id, fields in listed(self._link, self._shards, lambda s: s.nodes, Shard.node).items()
+        }
         return {node_id: record for node_id, record in found.items() if record is not None}
 
     # -- objects --
 
     def publish(self, keys: Sequence[str], sizes: Sequence[int], holder: str) -> list[int]:
-        """Say that ``holder`` has each of ``keys``, and learn how many *others* have it.
+        """Say that ``holder`` has each of ``keys``, and learn how many *others* have it: none, as far as is known,
+        where a shard is away.
 
         A record of another size is replaced: the key names the content, so the others' bytes are stale.
         """
         if " " in holder or "/" not in holder:
             raise ValueError(f"not a holder word: {holder!r}")
         others = [0] * len(keys)
-        calls: list[_Call] = []
+        calls: list[Call] = []
         places = []
         for shard, indices in self._by_shard(keys, CHANGES_PER_CALL):
-            names = self._keys.objects(shard, [keys[i] for i in indices])
-            calls.append((scripts.PUBLISH, names, [holder, *[sizes[i] for i in indices]]))
-            places.append(indices)
-        for indices, reply in zip(places, self._run(calls), strict=True):
+            names = shard.objects([keys[i] for i in indices])
+            calls.append(run(scripts.PUBLISH, shard.slot, names, [holder, *[sizes[i] for i in indices]]))
+            places.append((shard, indices))
+        for (shard, indices), reply in zip(places, self._send(calls), strict=True):
+            if isinstance(reply, Away):
+                self._note_missed(shard)
+                continue
             for i, count in zip(indices, reply, strict=True):
                 others[i] = count
         return others
 
     def forget(self, keys: Sequence[str], holder: str) -> int:
-        """Take back that ``holder`` has ``keys``; the number of records that said so."""
+        """Take back that ``holder`` has ``keys``; the number of records that said so.
+
+        Raises :class:`Unreached`, which names the keys, where only some shards could be told.
+        """
         unique = list(dict.fromkeys(keys))
+        places = list(self._by_shard(unique, CHANGES_PER_CALL))
+        count = 0
+        missed: list[str] = []
         calls = [
-            (scripts.FORGET, self._keys.objects(shard, [unique[i] for i in indices]), [holder])
-            for shard, indices in self._by_shard(unique, CHANGES_PER_CALL)
+            run(scripts.FORGET, s.slot, s.objects([unique[i] for i in indices]), [holder]) for s, indices in places
         ]
-        return sum(self._run(calls))
+        for (shard, indices), reply in zip(places, self._send(calls), strict=True):
+            if isinstance(reply, Away):
+                self._note_missed(shard)
+                missed += [unique[i] for i in indices]
+            else:
+                count += reply
+        if missed:
+            raise Unreached(f"Redis at {self.place}: a master is away", missed)
+        return count
 
     def lookup(self, keys: Sequence[str]) -> list[ObjectRecord | None]:
-        """Who holds each of ``keys``; ``None`` for nobody. Holders may be dead: compare with
-        :meth:`nodes`.
+        """Who holds each of ``keys``; ``None`` for nobody, or where a shard is away. Holders may be dead: compare
+        with :meth:`nodes`.
         """
         found: list[ObjectRecord | None] = [None] * len(keys)
-        calls: list[Command] = []
+        calls: list[Call] = []
         places = []
         for shard, indices in self._by_shard(keys, LOOKUPS_PER_CALL):
-            calls.append(("MGET", *self._keys.objects(shard, [keys[i] for i in indices])))
+            calls.append(Call(shard.slot, ("MGET", *shard.objects([keys[i] for i in indices]))))
             places.append(indices)
         # Pages of one batch mostly have the same size and holders: each distinct record is parsed once.
         parsed: dict[bytes | None, ObjectRecord | None] = {None: None}
-        for indices, reply in zip(places, self._call(calls), strict=True):
+        for indices, reply in zip(places, self._send(calls), strict=True):
+            if isinstance(reply, Away):
+                with self._lock:
+                    self._unreached += len(indices)
+                continue
             for i, raw in zip(indices, reply, strict=True):
                 if raw not in parsed:
                     parsed[raw] = parse_object(raw)
@@ -206,17 +254,25 @@ class Directory:
 
         One that comes or goes while this runs may be left out; one may come twice.
         """
-        pattern = self._keys.objects_like(digest, page_hash)
-        cursor = b"0"
-        while True:
-            cursor, names = self._call([("SCAN", cursor, "MATCH", pattern, "COUNT", CHANGES_PER_CALL)])[0]
-            values = self._call([("MGET", *names)])[0] if names else []
-            for name, raw in zip(names, values, strict=True):
-                record = parse_object(raw) if raw is not None else None
-                if record is not None:
-                    yield self._keys.object_key(name), record
-            if cursor == b"0":
-                return
+        away: Away | None = None
+        for shard in self._shards:
+            pattern = shard.objects_like(digest, page_hash)
+            cursor = b"0"
+            while True:
+                (scanned,) = self._send_to(shard, ("SCAN", cursor, "MATCH", pattern, "COUNT", CHANGES_PER_CALL))
+                if isinstance(scanned, Away):
+                    away = scanned
+                    break
+                cursor, names = scanned
+                (values,) = self._send_to(shard, ("MGET", *names)) if names else ([],)
+                for name, raw in zip(names, values if isinstance(values, list) else [], strict=False):
+                    record = parse_object(raw) if raw is not None else None
+                    if record is not None:
+                        yield Keys.object_key(name), record
+                if cursor == b"0":
+                    break
+        if away is not None:
+            raise Unreached(f"Redis at {self.place}: {away}")
 
     # -- namespaces --
 
@@ -227,31 +283,34 @@ class Directory:
         if not fields:
             raise ValueError("a namespace has at least one field")
         flat = [word for pair in fields.items() for word in pair]
-        keys = [self._keys.namespaces, self._keys.namespace(digest)]
-        self._run([(scripts.DECLARE, keys, [digest, round(NAMESPACE_TTL * 1000), *flat])])
+        arguments: list[str | int] = [digest, round(NAMESPACE_TTL * 1000), *flat]
+        calls = [run(scripts.DECLARE, s.slot, [s.namespaces, s.namespace(digest)], arguments) for s in self._shards]
+        for shard, reply in zip(self._shards, self._send(calls), strict=True):
+            if isinstance(reply, Away):
+                self._note_missed(shard)
 
     def namespaces(self) -> dict[str, dict[str, str]]:
         """What was declared and is remembered, by digest."""
-        digests, records = self._indexed(self._keys.namespaces, self._keys.namespace)
-        found = {digest: fields for digest, fields in zip(digests, records, strict=True) if fields}
+        found = listed(self._link, self._shards, lambda s: s.namespaces, Shard.namespace)
+        expired = [digest for digest, fields in found.items() if not fields]
         try:
-            self._prune(self._keys.namespaces, self._keys.namespace, [d for d in digests if d not in found])
+            for shard in self._shards if expired else ():
+                prune(self._link, shard, shard.namespaces, shard.namespace, expired, CHANGES_PER_CALL)
         except Unavailable as error:  # of a replica, or full: the answer is good all the same
             logger.debug("expired namespaces stay in the index: %s", error)
-        return found
+        return {digest: fields for digest, fields in found.items() if fields}
+
+    def memory(self) -> Memory:
+        """What the fullest of the servers says of its memory."""
+        return max((memory_of(server) for server in self._link.servers()), key=lambda found: found.part)
 
     def memory_policy(self) -> tuple[str, int]:
         """Redis' ``maxmemory-policy``, and ``maxmemory`` in bytes (0: no limit).
 
         ``("", 0)`` where the user may not ask.
         """
-        try:
-            facts = parse_info(self._call([("INFO", "memory")])[0])
-        except Unavailable as error:
-            if isinstance(error.__cause__, failures.NoPermissionError):
-                return "", 0
-            raise
-        return facts.get("maxmemory_policy", "noeviction"), int(facts.get("maxmemory", "0"))
+        found = self.memory()
+        return found.policy, found.limit
 
     # -- what the dead leave --
 
@@ -259,127 +318,78 @@ class Directory:
         """Drop the words of holders whose node is not in ``live``; how many were dropped.
 
         Goes through all objects ``keys_per_call`` at a time, ``pause`` seconds apart. A node whose key is
-        there is never swept, whatever ``live`` says: it may have joined after ``live`` was asked for.
+        there is never swept, whatever ``live`` says: it may have joined after ``live`` was asked for. A shard
+        that is away is left out; :meth:`heartbeat` is ``False`` when it is back.
         """
         dropped = 0
-        cursor = b"0"
-        while True:
-            scan = ("SCAN", cursor, "MATCH", self._keys.object_pattern, "COUNT", keys_per_call)
-            cursor, names = self._call([scan])[0]
-            # SCAN may return more than COUNT, from a bucket of many keys.
-            for start in range(0, len(names), keys_per_call):
-                dropped += self._sweep_some(names[start : start + keys_per_call], live)
-            if cursor == b"0":
-                break
-            if pause:
-                time.sleep(pause)
-        ids = [raw.decode(errors="replace") for raw in self._call([("SMEMBERS", self._keys.nodes)])[0]]
-        self._prune(self._keys.nodes, self._keys.node, [node_id for node_id in ids if node_id not in live])
-        return dropped
-
-    def _prune(self, index: str, key_of: Callable[[str], str], members: Sequence[str]) -> None:
-        """Drop from a set those of ``members`` whose key is gone."""
-        for start in range(0, len(members), CHANGES_PER_CALL):
-            some = members[start : start + CHANGES_PER_CALL]
-            self._run([(scripts.PRUNE, [index, *map(key_of, some)], some)])
-
-    def _sweep_some(self, names: list[bytes], live: set[str]) -> int:
-        touched = []
-        suspects: set[str] = set()
-        for name, raw in zip(names, self._call([("MGET", *names)])[0], strict=True):
-            record = parse_object(raw) if raw is not None else None
-            owners = {node_of(holder) for holder in record.holders} if record is not None else set()
-            gone = {owner for owner in owners if owner is not None and owner not in live}
-            if gone:
-                touched.append(name)
-                suspects |= gone
-        if not touched:
-            return 0
-        ids = sorted(suspects)
-        dropped: int = self._run([(scripts.SWEEP, [*touched, *map(self._keys.node, ids)], [len(touched), *ids])])[0]
+        for shard in self._shards:
+            swept = sweep_shard(self._link, shard, live, keys_per_call=keys_per_call, pause=pause)
+            if swept is None:
+                self._note_missed(shard)
+            else:
+                dropped += swept
         return dropped
 
     # -- talking to Redis --
 
-    def _find_or_create(self) -> None:
-        try:
-            self._may_info = check_server(self._link)
-            check_permissions(self._link, self._keys)
-            (found,) = self._link.call([self._eval(scripts.OPEN, [self._keys.pool], self._creation())])
-        except Unavailable as error:
-            if isinstance(error.__cause__, failures.BusyLoadingError):
-                raise
-            raise refusal(self._link, error) from error
-        if isinstance(found, failures.ResponseError):
-            raise unusable(self._link, str(found), hint=self._link.remedy(found))
-        self._check_pool(found)
+    @property
+    def _shards(self) -> list[Shard]:
+        if self._known_keys is None:
+            there = shards_there(self._link, self._pool_keys)
+            if not there:
+                return self._pool_keys.shards  # nobody has created the pool yet: there is nothing to be found
+            self._known_keys = Keys(self.pool, there)
+        return self._known_keys.shards
 
-    def _announce(self, record: NodeRecord, ttl: float) -> _Identity:
-        keys = [self._keys.pool, self._keys.nodes, self._keys.node(record.id)]
-        lease = secrets.token_hex(8)
-        arguments = [*self._creation(), record.id, max(1, round(ttl * 1000)), lease, *format_node(record)]
-        # One connection is one server process, so the run id is that of the server that took the heartbeat.
-        commands: list[Command] = [self._eval(scripts.HEARTBEAT, keys, arguments)]
-        if self._may_info:
-            commands.append(("INFO", "server"))
-        found, *info = self._call(commands)
-        try:
-            self._check_pool(found)
-        except ConfigError as error:
-            raise Unavailable(f"the pool was created anew by others: {error}") from error
-        run_id = parse_info(info[0]).get("run_id", "") if info else ""
-        return _Identity(run_id, found[2].decode(), found[3].decode())
+    def _note_missed(self, shard: Shard) -> None:
+        with self._lock:
+            self._missed[shard.number] += 1
 
-    def _creation(self) -> list[str | int]:
-        return [SCHEMA, self._keys.shards, secrets.token_hex(8), f"{time.time():.3f}"]
+    def _announce(self, record: NodeRecord, ttl: float) -> dict[int, _Identity]:
+        """Say in every shard that the node lives; what those that were reached are."""
+        shards = self._shards
+        self._link.servers()  # has sentinels asked now and then who the master is
+        created, lease = f"{time.time():.3f}", secrets.token_hex(8)
+        rest: list[str | int] = [record.id, max(1, round(ttl * 1000)), lease, *format_node(record)]
+        calls = [open_call(self._pool_keys, len(shards))]
+        with self._lock:
+            missed = Counter(self._missed)  # before it is sent: what is missed meanwhile counts the next time
+        for shard in shards:
+            keys = [shard.state, shard.nodes, shard.node(record.id)]
+            calls.append(run(scripts.HEARTBEAT, shard.slot, keys, [secrets.token_hex(8), created, *rest]))
+            if self._may_info:
+                # One connection is one server process, so the run id is that of the server that took the heartbeat.
+                calls.append(Call(shard.slot, ("INFO", "server")))
+        pool, *replies = self._send(calls)
+        if not isinstance(pool, Away):
+            try:
+                check_pool(self._link, self.pool, pool, len(shards))
+            except ConfigError as error:
+                raise Unavailable(f"the pool was created anew by others: {error}") from error
+        found: dict[int, _Identity] = {}
+        step = 2 if self._may_info else 1
+        for at, shard in enumerate(shards):
+            beat, *info = replies[at * step : (at + 1) * step]
+            if not isinstance(beat, Away) and not (info and isinstance(info[0], Away)):
+                run_id = parse_info(info[0]).get("run_id", "") if info else ""
+                found[shard.number] = _Identity(run_id, beat[0].decode(), beat[1].decode(), missed[shard.number])
+        if not found:
+            raise Unavailable(f"Redis at {self.place}: the pool's masters are away")
+        return found
 
-    def _check_pool(self, found: Sequence[bytes | None]) -> None:
-        schema, shards = (int(raw) if raw is not None and raw.isdigit() else None for raw in found[:2])
-        if schema != SCHEMA:
-            raise unusable(self._link, f"pool {self.pool!r} there has schema {schema}, this build has {SCHEMA}")
-        if shards != self._keys.shards:
-            raise ConfigError("shards", self._keys.shards, f"pool {self.pool!r} was created with {shards}")
-
-    def _by_shard(self, keys: Sequence[str], limit: int) -> Iterator[tuple[int, Sequence[int]]]:
+    def _by_shard(self, keys: Sequence[str], limit: int) -> Iterator[tuple[Shard, Sequence[int]]]:
         """The positions of ``keys`` shard by shard, at most ``limit`` at a time."""
-        shards: Mapping[int, Sequence[int]] = {0: range(len(keys))}
-        if self._keys.shards > 1:
-            spread = defaultdict(list)
+        shards = self._shards
+        spread: list[Any] = [range(len(keys))]
+        if len(shards) > 1:
+            spread = [[] for _ in shards]
             for i, key in enumerate(keys):
-                spread[shard_of(key, self._keys.shards)].append(i)
-            shards = spread
-        for shard, indices in shards.items():
-            for start in range(0, len(indices), limit):
-                yield shard, indices[start : start + limit]
+                spread[shard_of(key, len(shards))].append(i)
+        for number, indices in by_shard(spread, limit):
+            yield shards[number], indices
 
-    def _indexed(self, index: str, key_of: Callable[[str], str]) -> tuple[list[str], list[dict[str, str]]]:
-        """The members of a set, and the hash that belongs to each (empty where there is none)."""
-        members = sorted(raw.decode(errors="replace") for raw in self._call([("SMEMBERS", index)])[0])
-        return members, [pairs(reply) for reply in self._call([("HGETALL", key_of(member)) for member in members])]
+    def _send_to(self, shard: Shard, command: Iterable[str | bytes | int]) -> list[Any]:
+        return self._send([Call(shard.slot, tuple(command))])
 
-    @staticmethod
-    def _eval(script: Script, keys: Sequence[str | bytes], arguments: Sequence[str | int]) -> Command:
-        return ("EVAL", script.source, len(keys), *keys, *arguments)
-
-    def _run(self, calls: Sequence[_Call]) -> list[Any]:
-        """Run scripts by digest, and in full where the server does not know one (new, restarted, SCRIPT
-        FLUSH).
-        """
-        commands: list[Command] = [
-            ("EVALSHA", script.sha1, len(keys), *keys, *arguments) for script, keys, arguments in calls
-        ]
-        full = {id(command): self._eval(*call) for command, call in zip(commands, calls, strict=True)}
-        return self._call(commands, full)
-
-    def _call(self, commands: Sequence[Command], full: Mapping[int, Command] | None = None) -> list[Any]:
-        replies: list[Any] = []
-        for start in range(0, len(commands), CALLS_PER_WRITE):
-            some = commands[start : start + CALLS_PER_WRITE]
-            for command, reply in zip(some, self._link.call(some), strict=True):
-                answer = reply
-                if full is not None and isinstance(answer, failures.NoScriptError):
-                    answer = self._link.call([full[id(command)]])[0]
-                if isinstance(answer, failures.RedisError):
-                    raise self._link.unavailable(answer) from answer
-                replies.append(answer)
-        return replies
+    def _send(self, calls: Sequence[Call]) -> list[Any]:
+        return send(self._link, calls, shards=len(self._known_keys.shards) if self._known_keys else 1)

@@ -18,36 +18,32 @@ class Script:
         self.sha1 = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
-_POOL = """
-local function pool(key, schema, shards, epoch, created)
-  if redis.call('EXISTS', key) == 0 then
-    redis.call('HSET', key, 'schema', schema, 'shards', shards, 'epoch', epoch, 'created', created)
-  end
-  return redis.call('HMGET', key, 'schema', 'shards', 'epoch')
-end
-"""
-
 OPEN = Script(
-    _POOL
-    + """
--- KEYS: pool. ARGV: schema, shards, epoch and time of creation, used when the pool is new.
-return pool(KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4])
+    """
+-- KEYS: pool. ARGV: schema, shards and time of creation, used when the pool is new.
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  redis.call('HSET', KEYS[1], 'schema', ARGV[1], 'shards', ARGV[2], 'created', ARGV[3])
+end
+return redis.call('HMGET', KEYS[1], 'schema', 'shards')
 """
 )
 
 HEARTBEAT = Script(
-    _POOL
-    + """
--- KEYS: pool, nodes, node. ARGV: as OPEN, then node id, TTL in ms, lease, then fields and values of the node.
+    """
+-- KEYS: shard, nodes, node. ARGV: epoch and time of creation, used when the shard is new or was lost, then node id,
+-- TTL in ms, lease, then fields and values of the node. Returns the shard's epoch and the node's lease.
 -- The lease stays as long as the node's key does: another one tells the node that it was dead for the others.
-local found = pool(KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4])
-local lease = redis.call('HGET', KEYS[3], 'lease') or ARGV[7]
-redis.call('SADD', KEYS[2], ARGV[5])
+local epoch = redis.call('HGET', KEYS[1], 'epoch')
+if not epoch then
+  epoch = ARGV[1]
+  redis.call('HSET', KEYS[1], 'epoch', epoch, 'created', ARGV[2])
+end
+local lease = redis.call('HGET', KEYS[3], 'lease') or ARGV[5]
+redis.call('SADD', KEYS[2], ARGV[3])
 redis.call('DEL', KEYS[3])
-redis.call('HSET', KEYS[3], 'lease', lease, unpack(ARGV, 8))
-redis.call('PEXPIRE', KEYS[3], ARGV[6])
-found[4] = lease
-return found
+redis.call('HSET', KEYS[3], 'lease', lease, unpack(ARGV, 6))
+redis.call('PEXPIRE', KEYS[3], ARGV[4])
+return {epoch, lease}
 """
 )
 

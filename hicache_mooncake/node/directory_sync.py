@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hicache_mooncake.errors import Unavailable
-from hicache_mooncake.metadata.directory import Directory
+from hicache_mooncake.metadata.directory import Directory, Unreached
 from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.store import DramStore
@@ -152,10 +152,17 @@ class DirectorySync:
     def forget(self, keys: Sequence[str]) -> None:
         """Tell Redis that this node does not hold ``keys`` any more."""
         try:
-            self._directory.forget(keys, self.holder)
+            self._forget_now(keys)
         except Unavailable as error:
             self._lost_keys.extend(keys)
             self._fell_behind(error)
+
+    def _forget_now(self, keys: Sequence[str]) -> None:
+        try:
+            self._directory.forget(keys, self.holder)
+        except Unreached as error:
+            # A master of a Redis Cluster is away. When it is back, the heartbeat has everything told again.
+            self._lost_keys.extend(error.keys)
 
     def believed_held(self, keys: Iterable[str]) -> None:
         """A reader came for pages that are not here: Redis shall be told, soon."""
@@ -185,6 +192,9 @@ class DirectorySync:
         while not self._stop.wait(self._heartbeat * random.uniform(0.9, 1.0)):
             try:
                 ours = self._beat()
+                if not ours and self._sweep_at is None:
+                    # What is there now may be old: a replica that was promoted knows nodes that died since.
+                    self._sweep_at = time.monotonic() + random.uniform(0.1, 1) * SWEEP_WITHIN
                 if not ours or self._behind.is_set():
                     self._rebuild()
                 self._repair_stale()
@@ -224,7 +234,7 @@ class DirectorySync:
             self._describe_namespaces()
             for start in range(0, len(lost), REPUBLISH_BATCH):
                 batch = lost[start : start + REPUBLISH_BATCH]
-                self._directory.forget(batch, self.holder)
+                self._forget_now(batch)
                 self._publish_held(batch)
             for start in range(0, len(snapshot), REPUBLISH_BATCH):
                 told += self._publish_held(snapshot[start : start + REPUBLISH_BATCH])
@@ -249,7 +259,7 @@ class DirectorySync:
         still = self._store.sizes_of(published)
         gone = [key for key in published if key not in still]
         if gone:
-            self._directory.forget(gone, self.holder)
+            self._forget_now(gone)
         return len(published)
 
     def _repair_stale(self) -> None:
@@ -261,7 +271,7 @@ class DirectorySync:
             held = self._store.sizes_of(batch)
             gone = [key for key in batch if key not in held]
             if gone:
-                self._directory.forget(gone, self.holder)
+                self._forget_now(gone)
                 self._publish_held(gone)  # a put may have come between the look and the forget
                 self._counters.add(directory_stale_repaired=len(gone))
 

@@ -33,6 +33,7 @@ _COUNTERS = {
     "served_absent": ("served_absent_pages", "Pages that other nodes came for in vain"),
     "taken_pages": ("taken_pages", "Pages stored for other nodes"),
     "directory_errors": ("directory_errors", "Calls to Redis that failed"),
+    "directory_unreached": ("directory_unreached_lookups", "Objects not looked up: their Redis master was away"),
     "directory_rebuilds": ("directory_rebuilds", "Times that Redis was told everything again"),
     "directory_swept": ("directory_swept_entries", "Entries of dead nodes removed from Redis"),
     "directory_stale_repaired": ("directory_repaired_entries", "Entries removed because the page was not here"),

@@ -204,6 +204,7 @@ class Node:
             **self.store.facts(),
             "engines": self.engines.sessions,
             "nodes": 1 + len(self.sync.others()),
+            "directory_unreached": self.directory.unreached,
         }
 
     def unused(self) -> bool:

@@ -6,7 +6,7 @@ import resource
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from hicache_mooncake.config import Settings
 from hicache_mooncake.engine.launch import NodeFinder
 from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
 from hicache_mooncake.metadata.directory import Directory
-from hicache_mooncake.metadata.link import RedisLink
 from hicache_mooncake.metadata.records import NodeRecord
 from hicache_mooncake.metadata.redis_server import find_binary
 from hicache_mooncake.node.segment import available_memory
@@ -85,13 +84,12 @@ def _ask_redis(found: Facts) -> None:
         started = time.perf_counter()
         found.nodes = list(directory.nodes().values())
         found.redis_ms = (time.perf_counter() - started) * 1000
-        found.redis_policy = directory.memory_policy()
+        said = directory.memory()
+        found.redis_policy, found.redis_used = (said.policy, said.limit), said.used
     except HiCacheMooncakeError as error:
         found.redis_error = str(error)
     finally:
         directory.close()
-    if not found.redis_error:
-        found.redis_used = _redis_used(found.settings.redis_url)
     try:
         credentials = Credentials(found.settings.shared_secret(), found.settings.pool)
     except ConfigError as error:
@@ -100,17 +98,6 @@ def _ask_redis(found: Facts) -> None:
     with ThreadPoolExecutor(PROBES) as probes:
         errors = probes.map(lambda node: _probe_error(node, credentials), found.nodes)
         found.reachable = {node.id: error for node, error in zip(found.nodes, errors, strict=True)}
-
-
-def _redis_used(url: str) -> int:
-    """Bytes that Redis uses; 0 when it does not say."""
-    with closing(RedisLink(url, timeout=CONNECT_WITHIN, client_name="hicache-mooncake:doctor")) as link:
-        try:
-            (info,) = link.call([("INFO", "memory")])
-        except HiCacheMooncakeError:
-            return 0
-    lines = info.decode(errors="replace").splitlines() if isinstance(info, bytes) else []
-    return next((int(line[12:]) for line in lines if line.startswith("used_memory:")), 0)
 
 
 def _probe_error(node: NodeRecord, credentials: Credentials) -> str:

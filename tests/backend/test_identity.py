@@ -326,7 +326,7 @@ def test_the_namespace_is_readable_in_redis(rig: Rig) -> None:
 
     backend = rig.backend(r.mha(), extra={"revision": "r1", "tenant": "t1"})
     with redis.Redis.from_url(rig.node.redis_url, decode_responses=True) as client:
-        fields: Any = client.hgetall(f"hcm:default:ns:{backend._digests['kv']}")
+        fields: Any = client.hgetall(f"hcm:default:ns:{{0}}{backend._digests['kv']}")
     assert {
         "model": rig.model,
         "revision": "r1",

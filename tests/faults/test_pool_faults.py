@@ -108,7 +108,7 @@ def _check_directory(hosts: TwoHosts) -> None:
     """Redis knows the namespace, the nodes, and as many pages as they hold."""
     with hosts.client() as client:
         digest = hosts.engine.namespace.digest
-        eventually(lambda: client.hgetall(f"hcm:default:ns:{digest}"), HEAL_WITHIN, "the namespace is described")
+        eventually(lambda: client.hgetall(f"hcm:default:ns:{{0}}{digest}"), HEAL_WITHIN, "the namespace is described")
 
         def agrees() -> bool:
             words: list[bytes] = []
@@ -163,7 +163,7 @@ def test_what_a_dead_node_left_is_swept(two_hosts: TwoHosts) -> None:
     with hosts.client() as client:
         assert sum(1 for _ in client.scan_iter("hcm:default:o:*")) == 100
         eventually(lambda: not list(client.scan_iter("hcm:default:o:*")), 15, "the survivor swept them")
-        assert not [name for name in client.smembers("hcm:default:nodes") if name.startswith(b"far")]
+        assert not [name for name in client.smembers("hcm:default:nodes:{0}") if name.startswith(b"far")]
 
 
 @pytest.mark.slow

@@ -30,6 +30,12 @@ def other(directory: Directory, server: PrivateRedis) -> Iterator[Directory]:
     opened.close()
 
 
+def forget_node(directory: Directory, raw: redis.Redis, node_id: str) -> None:
+    """As when its time to live has passed."""
+    for shard in directory._shards:
+        raw.delete(shard.node(node_id))
+
+
 def test_publish_says_how_many_others_hold_a_key(directory: Directory) -> None:
     some = keys(3)
     assert directory.publish(some, [10, 20, 30], A) == [0, 0, 0]
@@ -130,7 +136,7 @@ def test_foreign_values_are_misses_and_are_replaced(directory: Directory, raw: r
 
 def test_opening_twice_joins_the_same_pool(directory: Directory, server: PrivateRedis, raw: redis.Redis) -> None:
     before = raw.hgetall(f"hcm:{directory.pool}")
-    assert set(before) == {b"schema", b"shards", b"epoch", b"created"}
+    assert set(before) == {b"schema", b"shards", b"created"}
     directory.open()
     assert raw.hgetall(f"hcm:{directory.pool}") == before
 
@@ -159,7 +165,7 @@ def test_nodes_come_and_go(directory: Directory, raw: redis.Redis) -> None:
     assert directory.nodes()[second.id] == changed
     directory.leave(first.id)
     assert directory.nodes() == {second.id: changed}
-    assert raw.smembers(f"hcm:{directory.pool}:nodes") == {second.id.encode()}
+    assert raw.smembers(directory._shards[0].nodes) == {second.id.encode()}
 
 
 def test_a_node_that_says_nothing_is_dead_after_its_ttl(directory: Directory) -> None:
@@ -190,7 +196,7 @@ def test_a_node_key_always_has_a_ttl(directory: Directory, raw: redis.Redis) -> 
     try:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
-            assert raw.pttl(f"hcm:{directory.pool}:node:{record.id}") != -1
+            assert raw.pttl(directory._shards[0].node(record.id)) != -1
     finally:
         stop.set()
         thread.join(10)
@@ -206,7 +212,7 @@ def test_a_flushed_directory_is_noticed_once_by_each_node(
     directory: Directory, server: PrivateRedis, raw: redis.Redis
 ) -> None:
     first, second = node("n1~00000001"), node("n2~00000002")
-    peer = Directory(server.url, directory.pool, timeout=5.0, shards=directory._keys.shards)
+    peer = Directory(server.url, directory.pool, timeout=5.0, shards=len(directory._shards))
     peer.open()
     try:
         directory.join(first, 30)
@@ -221,16 +227,24 @@ def test_a_flushed_directory_is_noticed_once_by_each_node(
         peer.close()
 
 
-def test_a_lost_pool_key_is_noticed(directory: Directory, raw: redis.Redis) -> None:
+def test_a_lost_pool_key_is_created_again(directory: Directory, raw: redis.Redis) -> None:
     directory.join(node(), 30)
+    before = raw.hgetall(f"hcm:{directory.pool}")
     raw.delete(f"hcm:{directory.pool}")
+    assert directory.heartbeat(node(), 30)
+    assert {**before, b"created": b""} == {**raw.hgetall(f"hcm:{directory.pool}"), b"created": b""}
+
+
+def test_a_lost_shard_is_noticed(directory: Directory, raw: redis.Redis) -> None:
+    directory.join(node(), 30)
+    raw.delete(directory._shards[-1].state)
     assert directory.heartbeat(node(), 30) is False
     assert directory.heartbeat(node(), 30) is True
 
 
-def test_a_restored_pool_key_is_noticed(directory: Directory, raw: redis.Redis) -> None:
+def test_a_restored_shard_is_noticed(directory: Directory, raw: redis.Redis) -> None:
     directory.join(node(), 30)
-    raw.hset(f"hcm:{directory.pool}", "epoch", "of an old dump")
+    raw.hset(directory._shards[0].state, "epoch", "of an old dump")
     assert directory.heartbeat(node(), 30) is False
     assert directory.heartbeat(node(), 30) is True
 
@@ -257,7 +271,8 @@ def test_namespaces(directory: Directory, other: Directory) -> None:
 
 
 def test_a_namespace_that_nobody_declares_again_is_forgotten(directory: Directory, raw: redis.Redis) -> None:
-    key, index = f"hcm:{directory.pool}:ns:00ff", f"hcm:{directory.pool}:namespaces"
+    shards = directory._shards
+    key, index = shards[0].namespace("00ff"), shards[0].namespaces
     month = 30 * 24 * 3600
     directory.declare_namespace("00ff", {"model": "x"})
     directory.declare_namespace("11ff", {"model": "y"})
@@ -265,8 +280,9 @@ def test_a_namespace_that_nobody_declares_again_is_forgotten(directory: Director
     raw.expire(key, 100)
     directory.declare_namespace("00ff", {"model": "x"})
     assert month - 60 < raw.ttl(key) <= month
-    raw.pexpire(key, 1)
-    eventually(lambda: not raw.exists(key))
+    for shard in shards:
+        raw.pexpire(shard.namespace("00ff"), 1)
+    eventually(lambda: not any(raw.exists(shard.namespace("00ff")) for shard in shards))
     assert directory.namespaces() == {"11ff": {"model": "y"}}
     assert raw.smembers(index) == {b"11ff"}
     directory.declare_namespace("00ff", {"model": "z"})
@@ -307,10 +323,10 @@ def test_sweep_drops_what_the_dead_left(directory: Directory, raw: redis.Redis) 
         directory.publish(some[:1_000], [1] * 1_000, holder)
     directory.publish(some[1_000:], [1] * 500, f"{dead.id}/dram")
     directory.publish(some[1_000:], [1] * 500, f"{dead.id}/ssd")
-    raw.delete(f"hcm:{directory.pool}:node:{dead.id}")
+    forget_node(directory, raw, dead.id)
     assert directory.sweep({live.id}, keys_per_call=100, pause=0.001) == 2_000
     assert directory.lookup(some) == [ObjectRecord(1, (f"{live.id}/dram", "shared/fs"))] * 1_000 + [None] * 500
-    assert raw.smembers(f"hcm:{directory.pool}:nodes") == {live.id.encode()}
+    assert raw.smembers(directory._shards[0].nodes) == {live.id.encode()}
     assert directory.sweep({live.id}) == 0
 
 
@@ -325,12 +341,14 @@ def test_sweep_spares_who_joined_after_it_asked_who_lives(directory: Directory) 
 
 
 def test_crashed_nodes_leave_nothing_behind(directory: Directory, raw: redis.Redis) -> None:
+    directory.join(node(), 30)  # the first node of a pool creates its shards
+    directory.leave(node().id)
     baseline = raw.dbsize()
     for number in range(100):
         crashed = node(f"n~{number:08x}")
         directory.join(crashed, 30)
         directory.publish(keys(10), [1] * 10, f"{crashed.id}/dram")
-        raw.delete(f"hcm:{directory.pool}:node:{crashed.id}")
+        forget_node(directory, raw, crashed.id)
         if number % 10 == 9:
             directory.sweep(set(directory.nodes()))
     assert raw.dbsize() == baseline

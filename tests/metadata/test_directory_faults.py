@@ -200,8 +200,8 @@ def test_flushed(tcp_redis: TcpRedis, directory: Directory) -> None:
         client.flushall()
         assert directory.lookup(keys(3)) == [None] * 3
         assert directory.heartbeat(node(), 30) is False
-        assert client.pttl(f"hcm:default:node:{node().id}") > 0
-        assert client.hget("hcm:default", "schema") == b"1"
+        assert client.pttl(f"hcm:default:node:{{0}}{node().id}") > 0
+        assert client.hget("hcm:default", "schema") == b"2"
 
 
 def test_created_anew_with_other_shards(tcp_redis: TcpRedis, directory: Directory) -> None:
@@ -220,9 +220,9 @@ def test_a_heartbeat_whose_reply_was_lost_still_tells(tcp_redis: TcpRedis, direc
     # 3. the next one must still say that others may have taken the node for dead meanwhile
     directory.join(node(), 300)
     with tcp_redis.client() as client:
-        client.delete(f"hcm:default:node:{node().id}")
+        client.delete(f"hcm:default:node:{{0}}{node().id}")
         announced = directory._announce(node(), 300)  # what a heartbeat does before it looks at the reply
-        assert announced.lease
+        assert announced[0].lease
     assert directory.heartbeat(node(), 30) is False
     assert directory.heartbeat(node(), 30) is True
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis.crc import key_slot
 
 from hicache_mooncake.errors import ConfigError
-from hicache_mooncake.metadata.keys import Keys, shard_of
+from hicache_mooncake.metadata.keys import Keys, shard_of, tags
 from hicache_mooncake.metadata.records import (
     NodeRecord,
     ObjectRecord,
@@ -95,10 +96,32 @@ def test_parts_of_a_page_share_a_shard(page: str, shard_parts: list[str], shards
 @given(parts, st.integers(1, 64))
 def test_object_key_is_readable_and_in_its_pool(page: str, shards: int) -> None:
     object_key = f"00112233aabbccdd:{page}:tp0"
-    shard = shard_of(object_key, shards)
     names = Keys("p", shards)
-    assert names.object(object_key) == f"hcm:p:o:{{{shard}}}{object_key}"
-    assert names.objects(shard, [object_key]) == [names.object(object_key)]
+    name = names.object(object_key)
+    assert name == f"hcm:p:o:{{{tags(shards)[shard_of(object_key, shards)]}}}{object_key}"
+    assert names.shard_of(object_key).objects([object_key]) == [name]
+    assert Keys.object_key(name.encode()) == object_key
+    assert key_slot(name.encode()) == names.shard_of(object_key).slot
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 64])
+def test_all_keys_of_a_shard_are_in_its_slot(count: int) -> None:
+    for shard in Keys("p", count).shards:
+        keys = [shard.state, shard.nodes, shard.namespaces, shard.probe, shard.node("n~1"), shard.namespace("ff")]
+        assert {key_slot(key.encode()) for key in keys} == {shard.slot}
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 6, 12, 64])
+def test_shards_are_spread_over_the_masters_of_a_cluster(count: int) -> None:
+    slots = [shard.slot for shard in Keys("p", count).shards]
+    assert [slot * count // 16384 for slot in slots] == list(range(count))
+
+
+def test_tags_never_change() -> None:
+    # Part of the schema: a node that came to others would not find what was stored.
+    assert tags(1) == ("0",)
+    assert tags(3) == ("0b", "1bi", "2dr")
+    assert tags(6) == ("0bd", "1bs", "2bc", "3di", "4as", "5ad")
 
 
 def test_pages_spread_over_shards() -> None:

@@ -66,7 +66,7 @@ def test_the_hint_helps(tcp_redis: TcpRedis, raw: redis.Redis) -> None:
 def test_keys_that_are_not_allowed(tcp_redis: TcpRedis, raw: redis.Redis) -> None:
     allow(raw, ACL_RULES.replace("~hcm:*", "~other:*"))
     directory = directory_of(tcp_redis)
-    with pytest.raises(ConfigError, match=r"MGET.*key") as caught:
+    with pytest.raises(ConfigError, match=r"HGET.*key") as caught:
         directory.open()
     assert "~hcm:*" in caught.value.hint
     directory.close()

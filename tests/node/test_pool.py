@@ -232,7 +232,7 @@ def test_namespaces_in_use_are_described_again_before_they_expire(
     node = Node(Settings.of(given))
     try:
         with Engine("@hcm-describe", pool="describe") as engine, redis.Redis.from_url(redis_url) as client:
-            key = f"hcm:describe:ns:{engine.namespace.digest}"
+            key = f"hcm:describe:ns:{{0}}{engine.namespace.digest}"
             assert client.delete(key) == 1
             eventually(lambda: client.hget(key, "model") == b"test", what="the description is back")
     finally:
