@@ -139,6 +139,7 @@ class PageIndex:
 
     def touch_all(self, keys: Sequence[str], now: float) -> list[bool]:
         """Which pages are here; moves them to the young end. Never pins."""
+        self.expire(now)
         get, move, others = self._plain.get, self._plain.move_to_end, self._others
         found = []
         for key in keys:
@@ -153,6 +154,7 @@ class PageIndex:
 
     def pin_all(self, keys: Sequence[str], now: float) -> list[Page | None]:
         """The pages, each with one more pin, moved to the young end; None for what is not here."""
+        self.expire(now)
         get, move, others = self._plain.get, self._plain.move_to_end, self._others
         found: list[Page | None] = []
         for key in keys:
@@ -202,6 +204,7 @@ class PageIndex:
 
         False where another page is stored under the key (it is kept).
         """
+        self.expire(now)
         plain, others, spaces = self._plain, self._others, self._parts
         fresh = []
         for page in pages:
@@ -314,7 +317,8 @@ class PageIndex:
                 self._unfile(member)
                 member.protection = Protection.NONE
                 self._file(member)
-                self._queue(member).move_to_end(member.key, last=False)
+                if not member.extra:  # those are asked for their age by the oldest, which must not be a younger one
+                    self._plain.move_to_end(member.key, last=False)
 
     def _is_soft(self, page: Page) -> bool:
         return not page.forgotten and page.protection is Protection.SOFT

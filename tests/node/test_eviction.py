@@ -149,7 +149,8 @@ class EvictionMachine(RuleBasedStateMachine):
         if of(went, Protection.SOFT):
             assert not of(left, Protection.NONE), "a soft-pinned page went before an unpinned one"
         if of(went, Protection.NONE, extra=False):
-            cold = [g for g in of(left, Protection.NONE, extra=True) if self.now - self.youngest(g) >= EXTRA_COLD_AFTER]
+            copies = [g for g in of(left, Protection.NONE, extra=True) if all(self.model[n].exact for n in g)]
+            cold = [g for g in copies if self.now - self.youngest(g) >= EXTRA_COLD_AFTER]
             assert not cold, "a page went before a cold copy"
         for protection in (Protection.NONE, Protection.SOFT):
             for extra in (False, True):
@@ -199,6 +200,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(target=pins, names=st.lists(st.builds(key, pages, parts), min_size=1, max_size=3, unique=True))
     def pin(self, names: list[str]) -> list[Page | None]:
         self.now += 1
+        self.expire()
         found = self.store.pin(names)
         for name, page in zip(names, found, strict=True):
             assert (page is not None) == (name in self.model)
@@ -218,6 +220,7 @@ class EvictionMachine(RuleBasedStateMachine):
     @rule(names=st.lists(st.builds(key, pages, parts), min_size=1, max_size=4))
     def ask(self, names: list[str]) -> None:
         self.now += 1
+        self.expire()
         assert self.store.contains(names) == [name in self.model for name in names]
         for name in names:
             if name in self.model:
@@ -242,6 +245,7 @@ class EvictionMachine(RuleBasedStateMachine):
 
     @rule(name=st.builds(key, pages, parts))
     def drop(self, name: str) -> None:
+        self.expire()
         (page,) = self.store.pin([name])
         if page is not None:
             self.store.drop(page)
