@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hicache_mooncake.allocator import Span
-from hicache_mooncake.memory import Extent, checksum
+from hicache_mooncake.memory import Extent, Memory, checksum
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page
@@ -33,6 +33,10 @@ class StoreSource:
     @property
     def node_id(self) -> str:
         return self._node_id
+
+    @property
+    def memory(self) -> Memory:
+        return self._store.segment
 
     def pin(self, keys: Sequence[str]) -> list[PinnedPage | None]:
         """The pages, pinned. A reader that asks for one that is not here followed a stale entry: Redis is told."""

@@ -10,11 +10,18 @@ _TRANSPORTS: dict[str, type[Transport]] = {TcpTransport.scheme: TcpTransport}
 
 
 def transport(scheme: str) -> Transport:
-    """The transport of that scheme, with default limits. Raises ``ProtocolError`` for an unknown one."""
+    """The transport of that scheme, with default limits.
+
+    Raises ``ProtocolError`` for an unknown one, ``ConfigError`` for ``rdma`` where there is no device.
+    """
+    if scheme == "rdma":
+        from .rdma.transport import RdmaTransport  # noqa: PLC0415 -- nothing of verbs is touched unless it is asked for
+
+        return RdmaTransport()
     try:
         return _TRANSPORTS[scheme]()
     except KeyError:
-        known = ", ".join(sorted(_TRANSPORTS))
+        known = ", ".join(sorted([*_TRANSPORTS, "rdma"]))
         raise ProtocolError(f"no transport is called {scheme!r}; there are: {known}") from None
 
 

@@ -13,7 +13,7 @@ from enum import IntEnum
 from types import TracebackType
 from typing import NamedTuple, Protocol, TypeVar
 
-from ..memory import Extent
+from ..memory import Extent, Memory
 
 _Closing = TypeVar("_Closing", bound="_Closeable")
 
@@ -90,6 +90,10 @@ class PageSource(Protocol):
     @property
     def node_id(self) -> str:
         """The node's id of this process start; a reader that expects another one is refused."""
+
+    @property
+    def memory(self) -> Memory:
+        """What all of its pages lie in, and where room for new ones is made."""
 
     def pin(self, keys: Sequence[str]) -> Sequence[PinnedPage | None]:
         """For each key its page, pinned in place until :meth:`unpin`, or None. Named twice, pinned twice."""
@@ -216,3 +220,13 @@ class Transport(ABC):
 
         Raises ``ProtocolError`` when ``address`` is not one.
         """
+
+    def prepare(self, memory: Memory) -> None:  # noqa: B027
+        """Pages will be read into and written from ``memory``: what takes long is done now. May take seconds a GiB."""
+
+    def stats(self) -> dict[str, float]:
+        """What it has moved, by name; empty where others count it."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what listeners and peers have shared; they are closed before."""

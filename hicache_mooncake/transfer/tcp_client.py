@@ -49,7 +49,9 @@ class ClientLimits:
 
 
 class TcpPeer(Peer):
-    """The connections to one node."""
+    """The connections to one node. Steps that another way of moving the bytes does differently are methods."""
+
+    _stream_type: type[Stream] = Stream
 
     def __init__(self, address: Address, node_id: str, credentials: Credentials, limits: ClientLimits) -> None:
         ReaderHandshake(credentials, node_id)  # refuses names that could never be sent
@@ -99,12 +101,12 @@ class TcpPeer(Peer):
             healthy = False
             try:
                 for part in requests(batch, min(_REQUEST_BYTES, total)):
-                    ask = partial(offer, [batch[index] for index in part], deadline)
+                    ask = partial(self._offer, [batch[index] for index in part], deadline)
                     if stream is None:
                         stream, answers = self._begin(ask, deadline)
                     else:
                         answers = ask(stream)
-                    deliver(stream, batch, part, answers, outcomes, deadline)
+                    self._deliver(stream, batch, part, answers, outcomes, deadline)
                 healthy, failure = True, ""
             except HiCacheMooncakeError as error:
                 unfinished = Outcome.TIMEOUT if isinstance(error, DeadlinePassed) else Outcome.FAILED
@@ -168,12 +170,12 @@ class TcpPeer(Peer):
         healthy = False
         try:
             while (part := job.next_part()) is not None:
-                ask = partial(request_pages, job, part)
+                ask = partial(self._request, job, part)
                 if stream is None:
                     stream, rows = self._begin(ask, job.deadline)
                 else:
                     rows = ask(stream)
-                receive_pages(stream, job, part, rows)
+                self._receive(stream, job, part, rows)
             healthy = True
         except HiCacheMooncakeError as error:
             job.fail(error)
@@ -182,6 +184,29 @@ class TcpPeer(Peer):
             if stream is not None:
                 self._release(stream, healthy)
             self._slots.release()
+
+    def _request(self, job: ReadJob, part: range, stream: Stream) -> Any:
+        return request_pages(job, part, stream)
+
+    def _receive(self, stream: Stream, job: ReadJob, part: range, answer: Any) -> None:
+        receive_pages(stream, job, part, answer)
+
+    def _offer(self, pages: Sequence[PageWrite], deadline: float, stream: Stream) -> Any:
+        return offer(pages, deadline, stream)
+
+    def _deliver(
+        self,
+        stream: Stream,
+        batch: Sequence[PageWrite],
+        part: range,
+        answer: Any,
+        outcomes: list[Outcome | None],
+        deadline: float,
+    ) -> None:
+        deliver(stream, batch, part, answer, outcomes, deadline)
+
+    def _agreed(self, stream: Stream, deadline: float) -> None:
+        """Both sides of a new connection have accepted each other."""
 
     def _begin(self, ask: Callable[[Stream], _Answer], deadline: float) -> tuple[Stream, _Answer]:
         """A connection and its first answer. One that was closed while idle is replaced once."""
@@ -219,7 +244,7 @@ class TcpPeer(Peer):
         error: HiCacheMooncakeError = Unavailable("its name has no address")
         for family, where in _resolve(self._where, limit):
             try:
-                stream = Stream(socket.socket(family, socket.SOCK_STREAM))
+                stream = self._stream_type(socket.socket(family, socket.SOCK_STREAM))
             except OSError as failed:
                 raise Unavailable(f"no socket for a connection: {failed.strerror or failed}") from failed
             with self._lock:
@@ -230,6 +255,7 @@ class TcpPeer(Peer):
             try:
                 stream.connect(where, limit)
                 stream.agree(ReaderHandshake(self._credentials, self.node_id), limit)
+                self._agreed(stream, limit)
                 return stream
             except HiCacheMooncakeError as refused:
                 self._release(stream, False)

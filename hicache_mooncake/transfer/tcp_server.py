@@ -13,12 +13,13 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError, HiCacheMooncakeError, ProtocolError
 from . import wire
 from .address import Address, contact, parse
-from .base import Credentials, Listener, Outcome, PageSource
+from .base import Credentials, Listener, Outcome, PageSource, Room
 from .handshake import ListenerHandshake, Refusal, refusal_frame
 from .tcp_stream import Buffer, Stream
 
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE = 0.1
 """Seconds to wait when the process is out of descriptors: retrying at once would only spin."""
-_GONE = 0.2
+GONE = 0.2
 """Seconds after a reader's own deadline when it has surely gone. Cut any sooner, it would take it for a failure."""
 _CLOSE_WAIT = 10.0
 """Seconds to wait for connection threads that have been cut off; only the page source can hold one up."""
@@ -47,6 +48,9 @@ class ServerLimits:
 
 class TcpListener(Listener):
     """A data port that is being served."""
+
+    _stream_type: type[Stream] = Stream
+    _kinds: tuple[wire.Kind, ...] = (wire.Kind.READ, wire.Kind.STORE, wire.Kind.CLEAR, wire.Kind.DOUBT)
 
     def __init__(
         self, address: str, advertise: str, source: PageSource, credentials: Credentials, limits: ServerLimits
@@ -103,7 +107,7 @@ class TcpListener(Listener):
             self._admit(sock, peer[0])
 
     def _admit(self, sock: socket.socket, host: str) -> None:
-        stream = Stream(sock)
+        stream = self._stream_type(sock)
         with self._lock:
             full = len(self._connections) >= self._limits.connections
             if not (full or self._closing):
@@ -139,6 +143,7 @@ class TcpListener(Listener):
         except Exception:
             logger.exception("data port %s: serving %s failed", self.address, host)
         finally:
+            self._ended(stream)
             with self._lock:
                 # Both at once: close() shuts only what is in the table, never a descriptor that is used anew.
                 stream.close()
@@ -146,11 +151,15 @@ class TcpListener(Listener):
 
     def _answer(self, stream: Stream) -> None:
         kind, payload = stream.receive_frame(
-            (wire.Kind.READ, wire.Kind.STORE, wire.Kind.CLEAR, wire.Kind.DOUBT),
+            self._kinds,
             wire.MAX_REQUEST_BYTES,
             time.monotonic() + self._limits.idle_timeout,
             body_timeout=self._limits.handshake_timeout,
         )
+        self._handle(stream, kind, payload)
+
+    def _handle(self, stream: Stream, kind: wire.Kind, payload: bytearray) -> None:
+        """Answer one request; its kind is one of ``_kinds``."""
         if kind is wire.Kind.READ:
             self._send_pages(stream, wire.decode_read(payload))
             return
@@ -164,8 +173,11 @@ class TcpListener(Listener):
             dropped = self._source.clear(digests) if digests else 0
         stream.send([wire.encode_cleared(dropped)], time.monotonic() + self._limits.send_timeout)
 
+    def _ended(self, stream: Stream) -> None:
+        """A connection is about to be closed: give up what belongs to it."""
+
     def _send_pages(self, stream: Stream, request: wire.ReadRequest) -> None:
-        deadline = time.monotonic() + min(request.budget + _GONE, self._limits.send_timeout)
+        deadline = time.monotonic() + min(request.budget + GONE, self._limits.send_timeout)
         pages = self._source.pin(request.keys)
         buffers: list[Buffer] = [b""]
         try:
@@ -189,7 +201,7 @@ class TcpListener(Listener):
             self._source.unpin([page for page in pages if page is not None])
 
     def _take_pages(self, stream: Stream, request: wire.StoreRequest) -> None:
-        deadline = time.monotonic() + min(request.budget + _GONE, self._limits.send_timeout)
+        deadline = time.monotonic() + min(request.budget + GONE, self._limits.send_timeout)
         made = self._source.make_room(request.keys, request.sizes)
         rooms = [room for room in made if room is not None]
         checksums = [given for given, room in zip(request.checksums, made, strict=True) if room is not None]
@@ -200,13 +212,18 @@ class TcpListener(Listener):
                 for room, here in zip(made, held, strict=True)
             ]
             stream.send([wire.encode_accepted(answers)], deadline)
-            for _ in stream.receive_scattered([extent.view for room in rooms for extent in room.extents], deadline):
-                continue
+            take_bytes(stream, rooms, deadline)
             coming, rooms = rooms, []
             kept = self._source.keep(coming, checksums)
         finally:
             self._source.give_up(rooms)
         stream.send([wire.encode_stored(kept)], deadline)
+
+
+def take_bytes(stream: Stream, rooms: Sequence[Room], deadline: float) -> None:
+    """Receive the pages that a writer sends, straight into the room that was made for them."""
+    for _ in stream.receive_scattered([extent.view for room in rooms for extent in room.extents], deadline):
+        continue
 
 
 def _not_told(address: str, advertise: str, error: ProtocolError) -> ConfigError:

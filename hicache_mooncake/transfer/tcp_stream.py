@@ -161,6 +161,10 @@ class Stream:
             return False
         return False
 
+    def fileno(self) -> int:
+        """For poll: readable between two answers means that the other side has gone, or we were shut."""
+        return self._socket.fileno()
+
     def shut(self) -> None:
         """Make the thread that uses the connection fail at once; it stays that thread's to close."""
         with contextlib.suppress(OSError):  # not connected: just what is wanted

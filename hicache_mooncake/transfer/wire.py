@@ -74,6 +74,15 @@ class Kind(IntEnum):
     STORE = 21
     ACCEPTED = 22
     STORED = 23
+    OPEN = 32  # from here on see rdma/frames.py
+    OPENED = 33
+    FETCH = 34
+    PLACES = 35
+    RELEASE = 36
+    PUSH = 37
+    GRANT = 38
+    WRITTEN = 39
+    TAKEN = 40
 
 
 class Acceptance(IntEnum):
@@ -131,8 +140,8 @@ def decode_header(data: bytes | bytearray, allowed: Sequence[Kind], limit: int) 
     return Kind(kind), length
 
 
-def encode_read(request: ReadRequest) -> bytes:
-    """A whole READ frame. Raises ``ValueError`` for what the limits do not allow."""
+def encode_read(request: ReadRequest, kind: Kind = Kind.READ) -> bytes:
+    """A whole READ (or FETCH) frame. Raises ``ValueError`` for what the limits do not allow."""
     keys, sizes, budget = request
     _check_sizes(keys, sizes)
     encoded = encode_keys(keys)
@@ -140,7 +149,7 @@ def encode_read(request: ReadRequest) -> bytes:
     rows["size"] = sizes
     rows["key_bytes"] = [len(key) for key in encoded]
     head = _READ.pack(len(keys), _milliseconds(budget))
-    return encode_frame(Kind.READ, b"".join((head, rows.tobytes(), *encoded)))
+    return encode_frame(kind, b"".join((head, rows.tobytes(), *encoded)))
 
 
 def decode_read(payload: bytes | bytearray) -> ReadRequest:
@@ -173,8 +182,8 @@ def _request_rows(dtype: np.dtype[Any], payload: bytes | bytearray) -> tuple[NDA
     return rows, milliseconds / 1000
 
 
-def encode_store(request: StoreRequest) -> bytes:
-    """A whole STORE frame. Raises ``ValueError`` for what the limits do not allow."""
+def encode_store(request: StoreRequest, kind: Kind = Kind.STORE) -> bytes:
+    """A whole STORE (or PUSH) frame. Raises ``ValueError`` for what the limits do not allow."""
     keys, sizes, checksums, budget = request
     _check_sizes(keys, sizes)
     encoded = encode_keys(keys)
@@ -182,7 +191,7 @@ def encode_store(request: StoreRequest) -> bytes:
     rows["size"], rows["checksum"] = sizes, np.array(checksums, np.uint64)
     rows["key_bytes"] = [len(key) for key in encoded]
     head = _READ.pack(len(keys), _milliseconds(budget))
-    return encode_frame(Kind.STORE, b"".join((head, rows.tobytes(), *encoded)))
+    return encode_frame(kind, b"".join((head, rows.tobytes(), *encoded)))
 
 
 def decode_store(payload: bytes | bytearray) -> StoreRequest:
@@ -213,18 +222,28 @@ def decode_stored(payload: bytes | bytearray, pages: int) -> list[bool]:
 
 def encode_pages(rows: Sequence[PageRow]) -> bytes:
     """A whole PAGES frame; the bytes of the pages follow it."""
-    table = np.array(rows, _ROW)
-    return encode_frame(Kind.PAGES, _COUNT.pack(len(rows)) + table.tobytes())
+    return encode_frame(Kind.PAGES, encode_page_rows(rows))
+
+
+def encode_page_rows(rows: Sequence[PageRow]) -> bytes:
+    """What :func:`decode_page_rows` reads."""
+    return _COUNT.pack(len(rows)) + np.array(rows, _ROW).tobytes()
 
 
 def decode_pages(payload: bytes | bytearray, sizes: Sequence[int]) -> list[PageRow]:
-    """The rows that answer a request for ``sizes``; only a page of the size asked may announce bytes."""
+    """The rows that answer a request for ``sizes``, and nothing else."""
+    rows = decode_page_rows(payload, sizes)
+    if len(payload) != _COUNT.size + len(rows) * _ROW.itemsize:
+        raise ProtocolError("a reply has trailing bytes")
+    return rows
+
+
+def decode_page_rows(payload: bytes | bytearray, sizes: Sequence[int]) -> list[PageRow]:
+    """The rows that a reply begins with; only a page of the size asked may announce bytes."""
     (count,) = _unpack(_COUNT, payload)
     if count != len(sizes):
         raise ProtocolError(f"asked for {len(sizes)} pages, the reply is about {count}")
     table = _rows(_ROW, payload, _COUNT.size, count)
-    if len(payload) != _COUNT.size + table.nbytes:
-        raise ProtocolError("a reply has trailing bytes")
     status, size = table["status"], table["size"]
     if count and status.max() > _HIGHEST_SENT:
         raise ProtocolError(f"a page cannot have the status {status.max()}")
