@@ -58,13 +58,6 @@ def _segment_size(raw: object) -> int:
     return size
 
 
-def _protocol(raw: object) -> str:
-    word: str = values.choice("auto", "tcp", "rdma")(raw)
-    if word == "rdma":
-        raise ValueError("this build has tcp; auto or tcp is expected")
-    return word
-
-
 _TEXT = "text"
 _NAME_ALLOWED = "1 to 64 of `A-Z a-z 0-9 _ . -`"
 _SECONDS_ALLOWED = "seconds, `500ms`, `5s`"
@@ -114,11 +107,18 @@ class Settings:
     )
     protocol: str = _setting(
         "auto",
-        _protocol,
-        "`auto`, `tcp`",
-        "How pages move between hosts. This build has `tcp`, which `auto` chooses.",
+        values.choice("auto", "tcp", "rdma"),
+        "`auto`, `tcp`, `rdma`",
+        "How pages move between hosts. `auto`: by RDMA with nodes that have it too where this host has a device, else "
+        "over TCP. `rdma`: not over TCP, whatever happens; without a device the node does not start.",
     )
-    device_name: str = _setting("", values.text, _TEXT, "RDMA devices, comma-separated. Not used by `tcp`.")
+    device_name: str = _setting(
+        "",
+        values.text,
+        _TEXT,
+        "RDMA devices: names by commas (`mlx5_0,mlx5_1`), `numa:0` for those of a NUMA node, or a JSON object of such "
+        "lists, all of which are used. Empty: all fast ones whose link is up.",
+    )
     listen: str = _setting(
         "127.0.0.1:0",
         values.endpoint,

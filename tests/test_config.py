@@ -247,7 +247,6 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> Non
 @pytest.mark.parametrize(
     "extra",
     [
-        {"protocol": "rdma"},
         {"protocol": "nvlink"},
         {"verify": "never"},
         {"huge_pages": "maybe"},

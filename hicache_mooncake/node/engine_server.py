@@ -60,6 +60,7 @@ class EngineServer:
         declare: Callable[[dict[str, dict[str, str]]], None],
         stats: Callable[[], dict[str, float]],
         observe: Callable[[str, float], None],
+        prepare: Callable[[Memory], None],
     ) -> None:
         """Take over ``listener``, which :func:`listen` made for ``address``."""
         self.address = address
@@ -70,6 +71,7 @@ class EngineServer:
         self._declare = declare
         self._stats = stats
         self._observe = observe
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._sessions: dict[bytes, Session] = {}
         self._channels: dict[Channel, threading.Thread] = {}
@@ -196,7 +198,7 @@ class EngineServer:
 
     def _control(self, session: Session, request: m.Request, descriptors: list[int]) -> m.Reply:
         if isinstance(request, m.Attach):
-            return _attach(session, request, descriptors)
+            return _attach(session, request, descriptors, self._prepare)
         if isinstance(request, m.Declare):
             self._declare(request.namespaces)
             return m.Done()
@@ -309,7 +311,7 @@ def _deadline(budget_ms: int) -> float:
     return time.monotonic() + budget_ms / 1000 - CHECK_MARGIN
 
 
-def _attach(session: Session, request: m.Attach, descriptors: list[int]) -> m.Reply:
+def _attach(session: Session, request: m.Attach, descriptors: list[int], prepare: Callable[[Memory], None]) -> m.Reply:
     if len(descriptors) != len(request.regions) + request.with_fence:
         raise ProtocolError(f"{len(request.regions)} regions with {len(descriptors)} descriptors")
     if request.with_fence:
@@ -317,7 +319,7 @@ def _attach(session: Session, request: m.Attach, descriptors: list[int]) -> m.Re
     for region in request.regions:
         mapping = _map(descriptors, region.size, region.offset)
         session.lend(region, mapping)
-        threading.Thread(target=_populate, args=(session, mapping), name="hcm-populate", daemon=True).start()
+        threading.Thread(target=_populate, args=(session, mapping, prepare), name="hcm-populate", daemon=True).start()
     return m.Done()
 
 
@@ -339,12 +341,13 @@ def _map(descriptors: list[int], size: int, offset: int) -> Memory:
         raise ProtocolError(f"the engine's memory cannot be mapped: {error}") from error
 
 
-def _populate(session: Session, mapping: Memory) -> None:
-    """Map the engine's pages into this process before the first request needs them."""
+def _populate(session: Session, mapping: Memory, prepare: Callable[[Memory], None]) -> None:
+    """Map the engine's pages into this process, and have devices know them, before the first request needs them."""
     with suppress(ProtocolError):
         session.enter()
         try:
             mapping.populate()
+            prepare(mapping)
         finally:
             session.leave()
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hicache_mooncake.errors import HiCacheMooncakeError
+from hicache_mooncake.memory import Memory
 from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord, node_of
 from hicache_mooncake.transfer.base import Credentials, Outcome, Peer, Transport
 
@@ -46,12 +47,15 @@ class _Rest:
 
 
 class Peers:
-    """Thread-safe. ``alive`` gives the live nodes as the directory has them."""
+    """Thread-safe. ``alive`` gives the live nodes as the directory has them.
+
+    A node is reached by the first of ``transports`` that it has an address for.
+    """
 
     def __init__(
-        self, transport: Transport, credentials: Credentials, alive: Callable[[], Mapping[str, NodeRecord]]
+        self, transports: Sequence[Transport], credentials: Credentials, alive: Callable[[], Mapping[str, NodeRecord]]
     ) -> None:
-        self._transport = transport
+        self._transports = transports
         self._credentials = credentials
         self._alive = alive
         self._lock = threading.Lock()
@@ -60,14 +64,13 @@ class Peers:
         self._closed = False
 
     def usable(self) -> set[str]:
-        """Nodes that are alive, can be reached by our transport and are not resting after a failure."""
-        scheme = self._transport.scheme
+        """Nodes that are alive, can be reached by a transport of ours and are not resting after a failure."""
         with self._lock:
             resting = {node_id for node_id, rest in self._rests.items() if rest.resting}
         return {
             node_id
             for node_id, record in self._alive().items()
-            if scheme in record.addresses and node_id not in resting
+            if node_id not in resting and self._reaches(record) is not None
         }
 
     def alive_ids(self) -> set[str]:
@@ -84,7 +87,8 @@ class Peers:
     def get(self, node_id: str) -> Peer | None:
         """The peer, connected on first use; None when it is not alive any more."""
         record = self._alive().get(node_id)
-        if record is None or self._transport.scheme not in record.addresses:
+        transport = self._reaches(record) if record is not None else None
+        if record is None or transport is None:
             return None
         with self._lock:
             if self._closed:
@@ -92,7 +96,7 @@ class Peers:
             peer = self._peers.get(node_id)
             if peer is None:
                 try:
-                    peer = self._transport.connect(record.addresses[self._transport.scheme], node_id, self._credentials)
+                    peer = transport.connect(record.addresses[transport.scheme], node_id, self._credentials)
                 except HiCacheMooncakeError as error:
                     logger.warning("node %s cannot be connected to: %s", node_id, error)
                     return None
@@ -101,7 +105,20 @@ class Peers:
 
     def visit(self, node_id: str, record: NodeRecord) -> Peer:
         """A peer of the caller's own, which closes it, for a node whether alive or not. Raises ``ProtocolError``."""
-        return self._transport.connect(record.addresses.get(self._transport.scheme, ""), node_id, self._credentials)
+        transport = self._reaches(record) or self._transports[0]
+        return transport.connect(record.addresses.get(transport.scheme, ""), node_id, self._credentials)
+
+    def prepare(self, memory: Memory) -> None:
+        """Pages will be moved to and from ``memory``, an engine's: what takes long for that is done now."""
+        for transport in self._transports:
+            transport.prepare(memory)
+
+    def stats(self) -> dict[str, float]:
+        """What the transports count by themselves."""
+        return {name: value for transport in self._transports for name, value in transport.stats().items()}
+
+    def _reaches(self, record: NodeRecord) -> Transport | None:
+        return next((transport for transport in self._transports if transport.scheme in record.addresses), None)
 
     def judge(self, node_id: str, peer: Peer, outcomes: Sequence[Outcome]) -> None:
         """A batch with this peer has ended: it failed if nothing came of it for want of an answer."""

@@ -32,7 +32,7 @@ from hicache_mooncake.protocol import messages as m
 from hicache_mooncake.protocol.channel import default_socket
 from hicache_mooncake.transfer.address import is_loopback, parse
 from hicache_mooncake.transfer.base import Credentials, Listener
-from hicache_mooncake.transfer.tcp import TcpTransport
+from hicache_mooncake.transfer.choice import open_transports
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,9 @@ class Node:
             sock = listen(address, pool="" if embedded else settings.pool)
             undo.callback(close_listener, sock, address)
             credentials = self._credentials = Credentials(settings.shared_secret(), settings.pool)
+            self._transports = open_transports(settings.protocol, settings.device_name, settings.segment_size)
+            for transport in self._transports:
+                undo.callback(transport.close)  # after all that has been moved by it
             memory = segment.create(settings.segment_size, huge_pages=settings.huge_pages)
             undo.callback(memory.close)
             self.redis_url = settings.redis_url or self._start_redis(undo)
@@ -93,8 +96,7 @@ class Node:
                 forget_in_directory=self.sync.forget,
                 held_elsewhere=self._held_elsewhere,
             )
-            transport = TcpTransport()
-            self.peers = Peers(transport, credentials, self.sync.others)
+            self.peers = Peers(self._transports, credentials, self.sync.others)
             self.pages = PageService(
                 self.store,
                 self.sync,
@@ -106,7 +108,7 @@ class Node:
             )
             undo.callback(self.pages.close)
             source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters)
-            self._listener = transport.listen(settings.listen, settings.advertise, source, credentials)
+            self._listener = self._transports[0].listen(settings.listen, settings.advertise, source, credentials)
             undo.callback(self._listener.close)
             if not credentials.secret and not is_loopback(parse(settings.listen, listening=True).host):
                 logger.warning(
@@ -127,6 +129,7 @@ class Node:
                 declare=self.sync.declare,
                 stats=self.stats,
                 observe=self.metrics.observe,
+                prepare=self.peers.prepare,
             )
             undo.callback(self.engines.close)
             self.metrics_port = 0
@@ -185,7 +188,7 @@ class Node:
             id=self.id,
             name=self.settings.node_name,
             host=socket.gethostname(),
-            addresses={"tcp": self._listener.address} if self._listener is not None else {},
+            addresses=self._addresses(),
             capacity=self.settings.segment_size,
             used=store.used if store is not None else 0,
             version=__version__,
@@ -193,10 +196,17 @@ class Node:
             pages=len(store) if store is not None else 0,
         )
 
+    def _addresses(self) -> dict[str, str]:
+        """Where peers reach the data port: by TCP always, whatever else it speaks."""
+        if self._listener is None:
+            return {}
+        return dict.fromkeys(("tcp", self._transports[0].scheme), self._listener.address)
+
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name."""
         return {
             **self.counters.snapshot(),
+            **self.peers.stats(),
             "capacity_bytes": self.store.capacity,
             "used_bytes": self.store.used,
             "pages": len(self.store),

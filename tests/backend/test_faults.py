@@ -121,7 +121,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"op_timeout": "soon"}, "op_timeout", "seconds"),
     ({"master_server_address": "host:50051"}, "master_server_address", "redis_url"),
     ({"metadata_server": "P2P"}, "metadata_server", "redis_url"),
-    ({"protocol": "rdma"}, "protocol", "tcp"),
+    ({"protocol": "nvlink"}, "protocol", "tcp"),
     ({"tenant": "a b"}, "tenant", "A-Z"),
     ({"node": "relative.sock"}, "node", "absolute"),
     ({"enable_ssd_offload": True}, "enable_ssd_offload", "SSD"),

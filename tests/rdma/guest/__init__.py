@@ -1,7 +1,7 @@
 """A machine with RDMA where there is none: User Mode Linux with soft-RoCE, on the host's own files.
 
-``python -m tests.rdma.guest COMMAND…`` runs a command in it, in the same folder and with the same files, and exits with
-its status. It has two devices, ``rxe0`` and ``rxe1``, at the ends of a virtual cable (10.8.0.1, 10.8.0.2), one processor,
+``python -m tests.rdma.guest COMMAND…`` runs a command in it, in this folder and with the same files, and exits with its
+status. It has two devices, ``rxe0`` and ``rxe1``, at the ends of a virtual cable (10.8.0.1, 10.8.0.2), one processor,
 and keeps nothing of what is written. System calls and page faults cost ten to a hundred times what they should: it
 shows what is right, and ratios of speed, never speeds.
 """
