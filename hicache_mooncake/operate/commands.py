@@ -12,10 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hicache_mooncake import config_values
 from hicache_mooncake.config import Settings
 from hicache_mooncake.errors import ConfigError
 from hicache_mooncake.metadata.directory import Directory
 from hicache_mooncake.operate import doctor, pool_view
+from hicache_mooncake.operate.capacity import plan, shape_of
 from hicache_mooncake.operate.facts import facts
 from hicache_mooncake.operate.options import SETTINGS
 from hicache_mooncake.radix_bridge import namespace_seed, page_hashes
@@ -25,8 +27,34 @@ _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
 def run(given: argparse.Namespace) -> int:
     """Carry out a command of :mod:`options`; its exit status: 1 when something is wrong with the pool."""
+    if given.command == "capacity":
+        return capacity(given)
     overrides = {name: getattr(given, name) for name in SETTINGS if getattr(given, name) is not None}
     return _COMMANDS[given.command](given, Settings.load(overrides, file=given.config))
+
+
+def capacity(given: argparse.Namespace) -> int:
+    path = Path(given.model)
+    try:
+        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError("CONFIG", given.model, f"a model's config.json is expected: {error}") from error
+    try:
+        size = config_values.size(given.size)
+    except ValueError as error:
+        raise ConfigError("--size", given.size, str(error)) from None
+    shape = shape_of(config)
+    watermark = float(Settings().high_watermark)
+    found = plan(
+        shape, given.dtype, given.page_size, size, watermark=watermark, parts=1 if shape.kind == "MLA" else given.tp
+    )
+    if given.json:
+        return _json({"kind": shape.kind, "layers": shape.layers, **asdict(found)})
+    page = f"{_size(found.page_bytes)} a page of {given.page_size} tokens"
+    print(f"{shape.kind}, {shape.layers} layers: {found.token_bytes} bytes a token in {given.dtype}, {page}")
+    print(f"{_size(size)} hold {found.pages} pages, {found.tokens} tokens, up to the watermark of {watermark:g}")
+    print(f"Redis needs {_size(found.redis_bytes)} for them")
+    return 0
 
 
 def status(given: argparse.Namespace, settings: Settings) -> int:

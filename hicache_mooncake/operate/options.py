@@ -26,6 +26,14 @@ def add_commands(commands: Any) -> None:
     inspect.add_argument("--cache-salt", default=None, help="the request's cache salt")
     clear = _command(commands, "clear", "drop a namespace's pages on every node")
     clear.add_argument("namespace", nargs="+", metavar="DIGEST", help="as in status")
+    text = "tokens that a pool of some size holds, from a model's config.json"
+    capacity = commands.add_parser("capacity", help=text, description=text, allow_abbrev=False)
+    capacity.add_argument("model", metavar="CONFIG", help="a model's config.json, or the directory that holds it")
+    capacity.add_argument("--size", default="100gb", help="of the pool, such as 100gb (default)")
+    capacity.add_argument("--dtype", default="bfloat16", help="of the KV cache (default bfloat16)")
+    capacity.add_argument("--page-size", type=_at_least_one, default=64, metavar="N", help="tokens a page (default 64)")
+    capacity.add_argument("--tp", type=_at_least_one, default=1, metavar="N", help="TP ranks: objects a page of MHA")
+    capacity.add_argument("--json", action="store_true", help="for scripts")
     examine = _command(commands, "doctor", "what keeps the pool from working well, each with its remedy")
     examine.add_argument("--sglang", default="", metavar="ARGS", help="SGLang's command line, to be looked at too")
 
