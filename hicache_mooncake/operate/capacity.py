@@ -40,8 +40,8 @@ class Shape:
 def shape_of(config: Mapping[str, Any]) -> Shape:
     """The shape in a Hugging Face ``config.json``; of a multimodal model that of its text part.
 
-    Raises ``ConfigError`` where it names no attention that this arithmetic knows: hybrid models (Mamba, sliding windows)
-    keep less, and are refused rather than guessed.
+    Raises ``ConfigError`` where it names no attention that this arithmetic knows: hybrid models (Mamba, sliding
+    windows) keep less, and are refused rather than guessed.
     """
     text = config.get("text_config", config)
     if any(text.get(name) for name in _HYBRID):
