@@ -181,6 +181,12 @@ class Settings:
         "0.05 to 1",
         "Used part of the segment above which pages are evicted.",
     )
+    pin_ttl: float = _setting(
+        1800.0,
+        _seconds(1, 86400),
+        _SECONDS_ALLOWED,
+        "How long a soft pin lasts after the last use of the page, where `hicache-mooncake pin` names no `--ttl`.",
+    )
     copy_threads: int = _setting(
         0,
         values.within(values.integer, 0, 256, "0 to 256 is expected"),

@@ -61,6 +61,7 @@ class EngineServer:
         stats: Callable[[], dict[str, float]],
         observe: Callable[[str, float], None],
         prepare: Callable[[Memory], None],
+        relay: Callable[[bytes, list[str], float], tuple[dict[str, bytes], dict[str, str]]],
     ) -> None:
         """Take over ``listener``, which :func:`listen` made for ``address``."""
         self.address = address
@@ -72,6 +73,7 @@ class EngineServer:
         self._stats = stats
         self._observe = observe
         self._prepare = prepare
+        self._relay = relay
         self._lock = threading.Lock()
         self._sessions: dict[bytes, Session] = {}
         self._channels: dict[Channel, threading.Thread] = {}
@@ -212,6 +214,8 @@ class EngineServer:
         if isinstance(request, m.Clear):
             objects, unreached = self._pages.clear(request.digests, _deadline(request.budget_ms))
             return m.Cleared(objects, unreached)
+        if isinstance(request, m.Relay):
+            return m.Relayed(*self._relay(request.body, request.nodes, _deadline(request.budget_ms)))
         if isinstance(request, m.Stats):
             return m.Counters(self._stats())
         raise ProtocolError(f"a {type(request).__name__} has no place here")

@@ -23,6 +23,7 @@ from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.engine_server import EngineServer
 from hicache_mooncake.node.engine_socket import close_listener, listen
 from hicache_mooncake.node.metrics import MetricsPort, NodeMetrics
+from hicache_mooncake.node.orders import OrderDesk, OrderRelay
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.source import StoreSource
@@ -107,7 +108,9 @@ class Node:
                 watermark=settings.high_watermark,
             )
             undo.callback(self.pages.close)
-            source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters)
+            desk = OrderDesk(self.store, self.counters, pin_ttl=settings.pin_ttl)
+            undo.callback(desk.close)
+            source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters, desk)
             self._listener = self._transports[0].listen(settings.listen, settings.advertise, source, credentials)
             undo.callback(self._listener.close)
             if not credentials.secret and not is_loopback(parse(settings.listen, listening=True).host):
@@ -130,6 +133,7 @@ class Node:
                 stats=self.stats,
                 observe=self.metrics.observe,
                 prepare=self.peers.prepare,
+                relay=OrderRelay(self.id, desk, self.peers, known=self.sync.known).relay,
             )
             undo.callback(self.engines.close)
             self.metrics_port = 0

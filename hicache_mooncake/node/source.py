@@ -10,6 +10,7 @@ from hicache_mooncake.memory import Extent, Memory, checksum
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page
+from hicache_mooncake.node.orders import OrderDesk
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.transfer.base import PinnedPage, Room
@@ -22,13 +23,20 @@ class StoreSource:
     """The ``PageSource`` of a node's data port."""
 
     def __init__(
-        self, node_id: str, store: DramStore, sync: DirectorySync, pages: PageService, counters: Counters
+        self,
+        node_id: str,
+        store: DramStore,
+        sync: DirectorySync,
+        pages: PageService,
+        counters: Counters,
+        desk: OrderDesk,
     ) -> None:
         self._node_id = node_id
         self._store = store
         self._sync = sync
         self._pages = pages
         self._counters = counters
+        self._desk = desk
 
     @property
     def node_id(self) -> str:
@@ -86,6 +94,10 @@ class StoreSource:
     def clear(self, digests: Sequence[str]) -> int:
         """Drop every page of these namespaces."""
         return self._pages.clear_here(digests)
+
+    def order(self, body: bytes | bytearray) -> bytes:
+        """Carry out an operator's order."""
+        return self._desk.carry_out(body)
 
     def doubt(self, keys: Sequence[str]) -> int:
         """A reader's checksum failed: pages whose bytes really do not match here are dropped; returns how many."""

@@ -12,15 +12,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hicache_mooncake import config_values
 from hicache_mooncake.config import Settings
 from hicache_mooncake.errors import ConfigError
 from hicache_mooncake.metadata.directory import Directory
-from hicache_mooncake.operate import doctor, pool_view
+from hicache_mooncake.operate import doctor, orders, pool_view, prompts
 from hicache_mooncake.operate.capacity import plan, shape_of
 from hicache_mooncake.operate.facts import facts
 from hicache_mooncake.operate.options import SETTINGS
-from hicache_mooncake.radix_bridge import namespace_seed, page_hashes
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -102,26 +103,22 @@ def ls(given: argparse.Namespace, settings: Settings) -> int:
 def inspect_pages(given: argparse.Namespace, settings: Settings) -> int:
     if bool(given.hash) == bool(given.tokens):
         raise ConfigError("--tokens", given.tokens or "", "either a page hash or --tokens is expected")
-    tokens = _tokens(given.tokens) if given.tokens else []
+    tokens = prompts.read_tokens(given.tokens) if given.tokens else []
     with pool_view.directory(settings) as pool:
         if given.tokens:
-            return _inspect_prompt(given, pool, tokens)
+            return _inspect_prompt(given, settings, pool, tokens)
         found = pool_view.listing(pool, digest="", page_hash=given.hash, limit=1000)
     if not found and not given.json:
         plain = re.fullmatch(r"[0-9a-f]{64}", given.hash)
         print(f"nothing is stored under {given.hash!r}" + ("" if plain else ": a page hash has 64 hex digits"))
         return 0
-    return _print_objects(given, found)
+    return _print_replicas(given, settings, found)
 
 
-def _inspect_prompt(given: argparse.Namespace, pool: Directory, tokens: list[int]) -> int:
-    prior = namespace_seed(given.extra_key, given.cache_salt)
+def _inspect_prompt(given: argparse.Namespace, settings: Settings, pool: Directory, tokens: list[int]) -> int:
     best = pool_view.Prompt(0, 0, 0, [])
     for page_size in [given.page_size] if given.page_size else pool_view.page_sizes(pool):
-        try:
-            hashes = page_hashes(tokens, page_size, prior=prior)
-        except (ValueError, TypeError) as error:
-            raise ConfigError("--tokens", given.tokens, f"a JSON list of token ids is expected ({error})") from error
+        hashes = prompts.hashes_of(given, tokens, page_size)
         prompt = pool_view.prompt(pool, hashes, page_size)
         if not best.page_size or prompt.tokens > best.tokens:
             best = prompt
@@ -132,19 +129,7 @@ def _inspect_prompt(given: argparse.Namespace, pool: Directory, tokens: list[int
             f"{best.held} of {best.pages} pages of {best.page_size} tokens are held: "
             f"{best.tokens} tokens from the first one on"
         )
-    return _print_objects(given, best.objects)
-
-
-def _tokens(place: str) -> list[int]:
-    try:
-        content = json.loads(sys.stdin.read() if place == "-" else Path(place).read_text())
-    except OSError as error:
-        raise ConfigError("--tokens", place, f"it cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ConfigError("--tokens", place, f"a JSON list of token ids is expected ({error})") from error
-    if not isinstance(content, list):
-        raise ConfigError("--tokens", place, "a JSON list of token ids is expected")
-    return content
+    return _print_replicas(given, settings, best.objects)
 
 
 def clear_namespaces(given: argparse.Namespace, settings: Settings) -> int:
@@ -162,6 +147,35 @@ def clear_namespaces(given: argparse.Namespace, settings: Settings) -> int:
         if cleared.unreached:
             print(f"not reached, may hold more: {', '.join(cleared.unreached)}")
     return 1 if cleared.unreached else 0
+
+
+def pin(given: argparse.Namespace, settings: Settings) -> int:
+    return _print_outcome(given, orders.pin(given, settings), "pinned")
+
+
+def unpin(given: argparse.Namespace, settings: Settings) -> int:
+    return _print_outcome(given, orders.unpin(given, settings), "let go")
+
+
+def evict(given: argparse.Namespace, settings: Settings) -> int:
+    return _print_outcome(given, orders.evict(given, settings), "dropped")
+
+
+def verify(given: argparse.Namespace, settings: Settings) -> int:
+    jobs, unreached = orders.verify(given, settings)
+    rotten = [key for job in jobs.values() for key in job.dropped]
+    if given.json:
+        _json({"nodes": {name: msgspec.to_builtins(job) for name, job in jobs.items()}, "unreached": unreached})
+    else:
+        _table(
+            ("node", "state", "checked", "objects", "rotten, dropped"),
+            [[n, j.error or j.state, _size(j.done), str(j.objects), str(len(j.dropped))] for n, j in jobs.items()],
+        )
+        for key in rotten:
+            print(f"dropped {key}")
+        if unreached:
+            print(f"not reached: {', '.join(unreached)}")
+    return 1 if rotten or unreached or any(job.state != "done" for job in jobs.values()) else 0
 
 
 def run_doctor(given: argparse.Namespace, settings: Settings) -> int:
@@ -186,6 +200,10 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, Settings], int]] = {
     "nodes": nodes,
     "ls": ls,
     "inspect": inspect_pages,
+    "pin": pin,
+    "unpin": unpin,
+    "evict": evict,
+    "verify": verify,
     "clear": clear_namespaces,
     "doctor": run_doctor,
 }
@@ -232,6 +250,52 @@ def _print_objects(given: argparse.Namespace, found: Sequence[pool_view.ObjectVi
     if any(view.dead for view in found):
         print("in parentheses: a dead node's entry, which counts for nothing and is swept")
     return 0
+
+
+def _print_replicas(given: argparse.Namespace, settings: Settings, found: Sequence[pool_view.ObjectView]) -> int:
+    """Objects, and how each owner has them."""
+    replicas = orders.replicas(settings, list(dict.fromkeys(view.page_hash for view in found)))
+    owned = [(view, replicas.get(f"{view.digest}:{view.page_hash}:{view.part}", [])) for view in found]
+    if given.json:
+        return _json(
+            [
+                {**asdict(view), "replicas": [{"node": n, **msgspec.structs.asdict(r)} for n, r in owners]}
+                for view, owners in owned
+            ]
+        )
+    _print_objects(given, found)
+    rows = [
+        [
+            view.page_hash,
+            view.part,
+            node,
+            _size(replica.size),
+            replica.protection + (f" ({replica.pin_left:.0f} s left)" if replica.protection == "soft" else ""),
+            "yes" if replica.extra else "no",
+            str(replica.readers),
+            f"{replica.idle:.0f} s ago",
+        ]
+        for view, owners in owned
+        for node, replica in owners
+    ]
+    if rows:
+        print()
+        _table(("page hash", "part", "node", "size", "pinned", "extra", "readers", "last use"), rows)
+    return 0
+
+
+def _print_outcome(given: argparse.Namespace, outcome: orders.Outcome, what: str) -> int:
+    if given.json:
+        _json(asdict(outcome))
+    else:
+        if outcome.pages:
+            print(f"{outcome.found} of {outcome.pages} pages are held")
+        print(f"{outcome.objects} objects {what}, {_size(outcome.bytes)}")
+        if outcome.left:
+            print(f"{outcome.left} objects left as they are: hard-pinned, or more than may be")
+        if outcome.unreached:
+            print(f"not reached: {', '.join(outcome.unreached)}")
+    return 1 if outcome.unreached else 0
 
 
 def _json(content: Any) -> int:

@@ -18,12 +18,19 @@ def add_commands(commands: Any) -> None:
     listing.add_argument("--limit", type=_at_least_one, default=50, metavar="N", help="at most so many (default 50)")
     inspect = _command(commands, "inspect", "where the pages of a prompt, or one page, are held")
     inspect.add_argument("hash", nargs="?", default="", help="a page hash")
-    inspect.add_argument("--tokens", metavar="FILE", help="token ids of a prompt as a JSON list, - for standard input")
-    inspect.add_argument(
-        "--page-size", type=_at_least_one, metavar="N", help="tokens a page (default: what the namespaces in Redis say)"
-    )
-    inspect.add_argument("--extra-key", default=None, help="the request's extra key, such as a LoRA id")
-    inspect.add_argument("--cache-salt", default=None, help="the request's cache salt")
+    _prompt(inspect)
+    pin = _command(commands, "pin", "keep the pages of a prompt when memory is needed for others")
+    _of_pages(pin)
+    pin.add_argument("--hard", action="store_true", help="never let them go; without it they go after all others")
+    pin.add_argument("--ttl", default="", metavar="TIME", help="until so long after their last use, such as 2h")
+    _of_pages(_command(commands, "unpin", "let pages go again like all others"))
+    evict = _command(commands, "evict", "drop pages, a namespace or tenant, or an amount of what is cold")
+    _of_pages(evict)
+    evict.add_argument("--tenant", default="", metavar="NAME", help="everything of this tenant")
+    evict.add_argument("--bytes", default="", metavar="SIZE", help="so much of what is cold, on each node")
+    verify = _command(commands, "verify", "check every page against its checksum, and drop what is rotten")
+    verify.add_argument("nodes", nargs="*", metavar="NODE", help="ids or names (default: all nodes)")
+    verify.add_argument("--bandwidth", default="", metavar="SIZE", help="bytes a second and node (default 512 MiB)")
     clear = _command(commands, "clear", "drop a namespace's pages on every node")
     clear.add_argument("namespace", nargs="+", metavar="DIGEST", help="as in status")
     text = "tokens that a pool of some size holds, from a model's config.json"
@@ -45,6 +52,22 @@ def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     for setting in SETTINGS:
         parser.add_argument(f"--{setting.replace('_', '-')}", metavar="VALUE", help="as in the node's settings")
     return parser
+
+
+def _of_pages(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("key", nargs="*", metavar="KEY", help="a page hash, or an object key as ls prints its pieces")
+    _prompt(parser)
+    parser.add_argument("--namespace", action="append", default=[], metavar="DIGEST", help="only of this namespace")
+    parser.add_argument("--on", action="append", default=[], metavar="NODE", help="only on this node, an id or name")
+
+
+def _prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", metavar="FILE", help="token ids of a prompt as a JSON list, - for standard input")
+    parser.add_argument(
+        "--page-size", type=_at_least_one, metavar="N", help="tokens a page (default: what the namespaces in Redis say)"
+    )
+    parser.add_argument("--extra-key", default=None, help="the request's extra key, such as a LoRA id")
+    parser.add_argument("--cache-salt", default=None, help="the request's cache salt")
 
 
 def _at_least_one(text: str) -> int:

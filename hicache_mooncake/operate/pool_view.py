@@ -14,6 +14,7 @@ from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError, ProtocolE
 from hicache_mooncake.metadata.directory import Directory
 from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord, node_of
 from hicache_mooncake.protocol import messages as m
+from hicache_mooncake.protocol import orders as o
 from hicache_mooncake.protocol.channel import Channel, close_all
 from hicache_mooncake.radix_bridge import printable_hash, split_object_key
 
@@ -51,6 +52,13 @@ class LocalNode:
         if not isinstance(reply, m.Cleared):
             raise Unavailable("the node did not clear")
         return reply
+
+    def order(self, order: o.Order, nodes: Sequence[str], within: float) -> tuple[dict[str, o.Answer], set[str]]:
+        """Have nodes, ids or names, carry out an order, all of the pool if there are none; and who did not answer."""
+        reply = self._ask(m.Relay(int(within * 1000), o.encode(order), list(nodes)), within)
+        if not isinstance(reply, m.Relayed):
+            raise Unavailable(reply.reason if isinstance(reply, m.Refused) else "the node did not pass the order on")
+        return {node: o.decode_answer(body) for node, body in reply.answers.items()}, set(reply.unreached)
 
     def _ask(self, request: m.Message, within: float = ASK_WITHIN) -> m.Reply:
         deadline = time.monotonic() + within

@@ -193,6 +193,21 @@ class Cleared(Message, tag="cleared"):
     unreached: list[str]
 
 
+class Relay(Message, tag="relay"):
+    """Have an order (see ``orders``) carried out by ``nodes``, ids or names; by all of the pool when there are none."""
+
+    budget_ms: int
+    body: bytes
+    nodes: list[str] = []
+
+
+class Relayed(Message, tag="relayed"):
+    """What nodes answered, and why others did not."""
+
+    answers: dict[str, bytes]
+    unreached: dict[str, str]
+
+
 class Stats(Message, tag="stats"):
     """The node's counters are wanted."""
 
@@ -203,8 +218,8 @@ class Counters(Message, tag="counters"):
     values: dict[str, float]
 
 
-Request = Attach | Stage | Declare | Exists | Put | Get | Clear | Stats
-Reply = Welcome | Refused | Done | Found | Moved | Cleared | Counters
+Request = Attach | Stage | Declare | Exists | Put | Get | Clear | Relay | Stats
+Reply = Welcome | Refused | Done | Found | Moved | Cleared | Relayed | Counters
 Opening = Hello | Join
 
 _encoder = msgspec.msgpack.Encoder()

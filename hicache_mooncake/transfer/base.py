@@ -119,6 +119,9 @@ class PageSource(Protocol):
     def clear(self, digests: Sequence[str]) -> int:
         """Drop every page of these namespaces; returns how many pages that were."""
 
+    def order(self, body: bytes | bytearray) -> bytes:
+        """Carry out an order, which the node understands and this layer does not, and answer it soon."""
+
     def doubt(self, keys: Sequence[str]) -> int:
         """Check the bytes of these pages, drop what does not match its checksum; returns how many did not."""
 
@@ -190,6 +193,13 @@ class Peer(_Closeable):
         """Tell the owner that these pages' bytes were not those of their checksum here; it looks at its own.
 
         Returns how many of them it found rotten and dropped. Raises ``Unavailable`` or ``ProtocolError``.
+        """
+
+    @abstractmethod
+    def order(self, body: bytes, deadline: float) -> bytes:
+        """Have the peer carry out an order; its answer. Both are opaque here, and bounded.
+
+        Raises ``Unavailable`` or ``ProtocolError``; it may or may not have been carried out then.
         """
 
     @abstractmethod

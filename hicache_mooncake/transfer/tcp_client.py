@@ -119,23 +119,27 @@ class TcpPeer(Peer):
         return [unfinished if outcome is None else outcome for outcome in outcomes]
 
     def clear(self, digests: Sequence[str], deadline: float) -> int:
-        return self._order(wire.encode_clear(digests), deadline)
+        return wire.decode_cleared(self._ask(wire.encode_clear(digests), wire.Kind.CLEARED, deadline))
 
     def doubt(self, keys: Sequence[str], deadline: float) -> int:
-        return self._order(wire.encode_doubt(keys), deadline)
+        return wire.decode_cleared(self._ask(wire.encode_doubt(keys), wire.Kind.CLEARED, deadline))
 
-    def _order(self, frame: bytes, deadline: float) -> int:
-        """Send what is answered by a number of pages."""
+    def order(self, body: bytes, deadline: float) -> bytes:
+        return bytes(self._ask(wire.encode_order(body), wire.Kind.ORDERED, deadline))
 
-        def ask(stream: Stream) -> int:
+    def _ask(self, frame: bytes, kind: wire.Kind, deadline: float) -> bytearray:
+        """Send what is answered by one frame; its payload."""
+        limit = wire.MAX_ANSWER_BYTES if kind is wire.Kind.ORDERED else wire.MAX_REPLY_BYTES
+
+        def ask(stream: Stream) -> bytearray:
             stream.send([frame], deadline)
-            _, payload = stream.receive_frame((wire.Kind.CLEARED,), wire.MAX_REPLY_BYTES, deadline)
-            return wire.decode_cleared(payload)
+            _, payload = stream.receive_frame((kind,), limit, deadline)
+            return payload
 
         if not self._slots.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise DeadlinePassed(f"all {self._limits.connections} connections were in use")
         try:
-            stream, dropped = self._begin(ask, deadline)
+            stream, answer = self._begin(ask, deadline)
             self._release(stream, True)
         except HiCacheMooncakeError as error:
             self._note(str(error))
@@ -143,7 +147,7 @@ class TcpPeer(Peer):
         finally:
             self._slots.release()
         self._note("")
-        return dropped
+        return answer
 
     def probe(self, deadline: float) -> None:
         self.clear((), deadline)

@@ -50,7 +50,7 @@ class TcpListener(Listener):
     """A data port that is being served."""
 
     _stream_type: type[Stream] = Stream
-    _kinds: tuple[wire.Kind, ...] = (wire.Kind.READ, wire.Kind.STORE, wire.Kind.CLEAR, wire.Kind.DOUBT)
+    _kinds: tuple[wire.Kind, ...] = (wire.Kind.READ, wire.Kind.STORE, wire.Kind.CLEAR, wire.Kind.DOUBT, wire.Kind.ORDER)
 
     def __init__(
         self, address: str, advertise: str, source: PageSource, credentials: Credentials, limits: ServerLimits
@@ -165,6 +165,10 @@ class TcpListener(Listener):
             return
         if kind is wire.Kind.STORE:
             self._take_pages(stream, wire.decode_store(payload))
+            return
+        if kind is wire.Kind.ORDER:
+            answer = wire.encode_ordered(self._source.order(payload))
+            stream.send([answer], time.monotonic() + self._limits.send_timeout)
             return
         if kind is wire.Kind.DOUBT:
             dropped = self._source.doubt(wire.decode_doubt(payload))

@@ -3,7 +3,8 @@
 A frame is a 12-byte header (magic, kind, payload length) and a payload. A reader sends ``READ`` and gets
 ``PAGES``: one row a page, then, outside the frame, the bytes of exactly the pages whose row says ``OK``, in
 order and without gaps. ``CLEAR`` asks to drop namespaces, ``DOUBT`` to check pages whose bytes did not match
-their checksum at the reader; both get ``CLEARED``, how many pages went. ``STORE`` offers pages and gets
+their checksum at the reader; both get ``CLEARED``, how many pages went. ``ORDER`` and ``ORDERED`` carry a node's
+orders and answers, opaque here. ``STORE`` offers pages and gets
 ``ACCEPTED``, one byte a page; then come, outside the frame, the bytes of the pages that are wanted, and last
 ``STORED``, one byte for each of those. One request is under way on a connection at a time. All numbers are
 little-endian.
@@ -52,6 +53,8 @@ MAX_REQUEST_BYTES: Final = max(
     _COUNT.size + MAX_DIGESTS * (_NAME_BYTES.itemsize + 128),
 )
 """What a listener buffers for one connection before it knows what is asked."""
+MAX_ANSWER_BYTES: Final = 4 << 20
+"""Of an order's answer: what a node says about a few thousand pages."""
 MAX_REPLY_BYTES: Final = _COUNT.size + MAX_PAGES * _ROW.itemsize
 
 _OUTCOMES = tuple(Outcome)
@@ -74,6 +77,8 @@ class Kind(IntEnum):
     STORE = 21
     ACCEPTED = 22
     STORED = 23
+    ORDER = 24
+    ORDERED = 25
     OPEN = 32  # from here on see rdma/frames.py
     OPENED = 33
     FETCH = 34
@@ -286,6 +291,20 @@ def decode_cleared(payload: bytes | bytearray) -> int:
         raise ProtocolError("the answer to a clear is one number")
     pages: int = _CLEARED.unpack(payload)[0]
     return pages
+
+
+def encode_order(body: bytes) -> bytes:
+    """A whole ORDER frame; what is in it is not this protocol's. Raises ``ValueError`` when it is too long."""
+    if len(body) > MAX_REQUEST_BYTES:
+        raise ValueError(f"an order has at most {MAX_REQUEST_BYTES} bytes, not {len(body)}")
+    return encode_frame(Kind.ORDER, body)
+
+
+def encode_ordered(body: bytes) -> bytes:
+    """A whole ORDERED frame. Raises ``ValueError`` when it is too long."""
+    if len(body) > MAX_ANSWER_BYTES:
+        raise ValueError(f"an answer has at most {MAX_ANSWER_BYTES} bytes, not {len(body)}")
+    return encode_frame(Kind.ORDERED, body)
 
 
 def encode_keys(keys: Sequence[str]) -> list[bytes]:

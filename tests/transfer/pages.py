@@ -117,6 +117,9 @@ class Segment:
         with self._lock:
             self.rooms -= len(rooms)
 
+    def order(self, body: bytes | bytearray) -> bytes:
+        return bytes(reversed(body))
+
     def doubt(self, keys: Sequence[str]) -> int:
         with self._lock:
             rotten = [

@@ -256,6 +256,15 @@ def test_clear_reaches_the_owner(peer: Peer, segment: Segment, landing: Landing)
     assert peer.read(batch, soon(), True) == [Outcome.ABSENT, Outcome.OK]
 
 
+@pytest.mark.parametrize("length", [0, 1, 400 * KIB])
+def test_an_order_and_its_answer_arrive_as_they_are(peer: Peer, segment: Segment, length: int) -> None:
+    body = content("order", length)
+    assert peer.order(body, soon()) == body[::-1]
+    with pytest.raises(ValueError, match="at most"):
+        peer.order(bytes(2 << 20), soon())
+    assert peer.order(b"again", soon()) == b"niaga"
+
+
 @pytest.mark.parametrize("count", [1, 7, 128, 600])
 @pytest.mark.parametrize("size", [4 * KIB, 100 * KIB + 1])
 def test_written_pages_are_stored_whole(peer: Peer, segment: Segment, landing: Landing, count: int, size: int) -> None:
