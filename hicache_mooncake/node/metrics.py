@@ -28,6 +28,8 @@ _CAUSES = tuple(status.name.lower() for status in Status if status != Status.OK)
 
 _COUNTERS = {
     "evicted": ("evicted_pages", "Pages that left the segment because it was full"),
+    "evicted_extra": ("evicted_extra_pages", "Of those, cold copies that another node held as well"),
+    "evicted_soft": ("evicted_soft_pinned_pages", "Of those, soft-pinned ones"),
     "corrupt_dropped": ("corrupt_pages", "Replicas dropped because their bytes did not match their checksum"),
     "served_pages": ("served_pages", "Pages sent to other nodes"),
     "served_absent": ("served_absent_pages", "Pages that other nodes came for in vain"),
@@ -42,6 +44,9 @@ _GAUGES = {
     "capacity_bytes": ("segment_capacity_bytes", "Size of the segment"),
     "used_bytes": ("segment_used_bytes", "Bytes of the segment that are taken"),
     "pages": ("pages", "Pages held"),
+    "hard_pinned_bytes": ("hard_pinned_bytes", "Bytes that an operator pinned hard"),
+    "soft_pinned_bytes": ("soft_pinned_bytes", "Bytes that an operator pinned softly"),
+    "extra_bytes": ("extra_bytes", "Bytes of extra copies"),
     "pins": ("pins", "Reads under way, over all pages"),
     "engines": ("engines", "Engines attached"),
     "nodes": ("nodes", "Nodes alive in the pool, this one among them"),
