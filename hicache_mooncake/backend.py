@@ -112,7 +112,8 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
         self._session.lend(regions)
         for region in regions:
             self._mover.add_lent(region.base, region.size)
-        self._session.declare(namespace.digest, namespace.fields)
+        counted = host_pool.page_tokens if name == _KV and identity.is_first_rank(config) else 0
+        self._session.declare(namespace.digest, namespace.fields, counted)
         with self._lock:
             self._pools[name] = host_pool
             self._digests[name] = namespace.digest
@@ -121,7 +122,7 @@ class MooncakeHiCacheStorage(HiCacheStorage):  # type: ignore[misc]
             if self._stores_tensors:
                 # A flat page is the pool's own serialisation, which need not be the order of its buffers.
                 flat = host_pool.namespace({**self._deployment, **draft, "form": "flat"})
-                self._session.declare(flat.digest, flat.fields)
+                self._session.declare(flat.digest, flat.fields, counted)
                 self._flat_digest = flat.digest
         lent = {region.base for region in regions}
         logger.info(

@@ -100,6 +100,12 @@ def shards(config: Any, *, replicated: bool, head_shards: int) -> Shards:
     )
 
 
+def is_first_rank(config: Any) -> bool:
+    """Whether of all ranks that move the same tokens this one counts them."""
+    names = ("tp_rank", "pp_rank", "attn_cp_rank", "dcp_rank")
+    return not any(getattr(config, name, 0) for name in names)
+
+
 def label(config: Any) -> str:
     """The rank, for logs: model and coordinates."""
     text = f"{getattr(config, 'model_name', None) or 'model'} tp{config.tp_rank}/{config.tp_size}"

@@ -55,6 +55,7 @@ class NodeSession:
         self._link: Link | None = None
         self._regions: list[Lendable] = []
         self._namespaces: dict[str, dict[str, str]] = {}
+        self._page_tokens: dict[str, int] = {}
         self._closed = False
         self._wake = threading.Event()
         self._renewer: threading.Thread | None = None
@@ -90,7 +91,7 @@ class NodeSession:
                     raise Unavailable("the session is closed")
                 link.lend(self._regions, deadline)
                 if self._namespaces:
-                    link.order(m.Declare(self._namespaces), deadline)
+                    link.order(m.Declare(self._namespaces, self._page_tokens), deadline)
                 self._link = link
         except BaseException:
             link.close()
@@ -195,15 +196,23 @@ class NodeSession:
             close_all([region.fd for region in regions])
             raise
 
-    def declare(self, digest: str, fields: Mapping[str, str]) -> None:
-        """Have a namespace described in Redis, by this node and every later one."""
+    def declare(self, digest: str, fields: Mapping[str, str], page_tokens: int = 0) -> None:
+        """Have a namespace described in Redis, by this node and every later one.
+
+        ``page_tokens``: what a page of it counts for in the node's metrics; 0 where another rank counts it.
+        """
         with self._lock:
             self._namespaces[digest] = dict(fields)
+            if page_tokens:
+                self._page_tokens[digest] = page_tokens
             link = self._link
         if link is None:
             return
         try:
-            link.order(m.Declare({digest: dict(fields)}), time.monotonic() + OPEN_TIMEOUT)
+            link.order(
+                m.Declare({digest: dict(fields)}, {digest: page_tokens} if page_tokens else {}),
+                time.monotonic() + OPEN_TIMEOUT,
+            )
         except HiCacheMooncakeError as error:
             self._failed(link, error)
 

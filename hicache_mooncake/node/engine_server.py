@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 from hicache_mooncake.errors import HiCacheMooncakeError, ProtocolError, Unavailable
 from hicache_mooncake.memory import Memory
+from hicache_mooncake.node import tokens
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.engine_socket import close_listener
 from hicache_mooncake.node.moves import Move, Wanted
@@ -203,6 +204,7 @@ class EngineServer:
             return _attach(session, request, descriptors, self._prepare)
         if isinstance(request, m.Declare):
             self._declare(request.namespaces)
+            session.count_tokens(request.page_tokens)
             return m.Done()
         return self._plain(request)
 
@@ -308,6 +310,9 @@ class EngineServer:
         for count in counts:
             out.append(bytes(statuses[start : start + count]))
             start += count
+        if session.page_tokens:
+            moved = [(group.keys, of_group) for group, of_group in zip(request.groups, out, strict=True)]
+            tokens.count(self._counters, "put" if isinstance(request, m.Put) else "get", moved, session.page_tokens)
         return m.Moved(out)
 
 

@@ -24,6 +24,7 @@ _RESULTS = {
     "get": ("local", "remote"),
     "put": ("stored", "spilled", "present"),
 }
+_TOKENS = {"get": ("hit", "miss"), "put": ("stored", "failed")}
 _CAUSES = tuple(status.name.lower() for status in Status if status != Status.OK)
 
 _COUNTERS = {
@@ -93,6 +94,16 @@ class NodeMetrics(Collector):
         objects.add_metric(["exists", "found", *own], found)
         objects.add_metric(["exists", "missing", *own], values.get("exists_asked", 0) - found)
         yield objects
+        tokens = CounterMetricFamily(
+            PREFIX + "tokens",
+            "Tokens of the pages asked for, by whether they came",
+            labels=["op", "result", *self._labels],
+        )
+        for op, (ok, missed) in _TOKENS.items():
+            came = values.get(f"{op}_tokens_ok", 0)
+            tokens.add_metric([op, ok, *own], came)
+            tokens.add_metric([op, missed, *own], values.get(f"{op}_tokens", 0) - came)
+        yield tokens
         moved = CounterMetricFamily(PREFIX + "bytes", "Bytes moved, by way", labels=["op", "result", *self._labels])
         for name, way in _BYTES.items():
             moved.add_metric([*way, *own], values.get(name, 0))
@@ -133,6 +144,13 @@ def describe() -> str:
             "Objects asked for, by how it ended: "
             + "; ".join(f"`{op}`: {', '.join((*results, *_CAUSES))}" for op, results in _RESULTS.items())
             + "; `exists`: found, missing",
+        ),
+        (
+            "tokens_total",
+            "counter",
+            "`op`, `result`",
+            "Tokens of the pages asked for, once a page, not once a rank or pool: "
+            + "; ".join(f"`{op}`: {', '.join(results)}" for op, results in _TOKENS.items()),
         ),
         ("bytes_total", "counter", "`op`, `result`", "Bytes moved, by way"),
         *((f"{metric}_total", "counter", "", text) for metric, text in _COUNTERS.values()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 
@@ -20,6 +20,10 @@ from hicache_mooncake.radix_bridge import object_keys, printable_hashes
 # The constructors of these tuples without their Python wrappers: a large request makes hundreds of both.
 _extent: Callable[[tuple[Memory, int, int]], Extent] = partial(tuple.__new__, Extent)
 _move: Callable[[tuple[str, int, Sequence[Extent]]], Move] = partial(tuple.__new__, Move)
+
+
+MAX_COUNTED = 64
+"""Namespaces of one engine whose tokens are counted."""
 
 
 class Lent:
@@ -39,6 +43,7 @@ class Session:
         self.engine = engine
         self.fence: Fence | None = None
         self.regions: list[Lent] = []
+        self.page_tokens: dict[str, int] = {}
         self._slots: set[int] = set()
         self._users = 0
         self._ended = False
@@ -51,6 +56,11 @@ class Session:
                 mapping.close()
                 raise ProtocolError("the session has ended")
             self.regions = [*self.regions, Lent(region, mapping)]
+
+    def count_tokens(self, page_tokens: Mapping[str, int]) -> None:
+        """Tokens a page of namespaces that this engine counts; an engine has a handful."""
+        if len(self.page_tokens) < MAX_COUNTED:
+            self.page_tokens.update(page_tokens)
 
     def set_fence(self, fence: Fence) -> None:
         """The session's fence; there is one for good."""

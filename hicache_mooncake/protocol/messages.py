@@ -114,9 +114,14 @@ class Stage(Message, tag="stage"):
 
 
 class Declare(Message, tag="declare"):
-    """Namespaces this engine uses: digest -> readable fields."""
+    """Namespaces this engine uses: digest -> readable fields.
+
+    ``page_tokens``: how many tokens a page of a namespace stands for, where this engine is the one that counts them:
+    the first rank, for its KV pool.
+    """
 
     namespaces: dict[str, dict[str, str]]
+    page_tokens: dict[str, int] = {}
 
 
 class Keys(msgspec.Struct, array_like=True):

@@ -10,7 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache_mooncake.errors import ConfigError
+from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.metrics import MetricsPort, NodeMetrics, describe
+from hicache_mooncake.node.tokens import count
+from hicache_mooncake.protocol.messages import Keys
 from tests.pool import Engine, NodeProcess, hashes
 
 PREFIX = "hicache_mooncake_"
@@ -53,6 +56,30 @@ def test_every_object_asked_for_ends_in_one_result(redis_url: str) -> None:
         assert seen[("bytes_total", "get", "local")] == 20 * engine.page_bytes
         assert seen[("segment_used_bytes",)] == 20 * engine.page_bytes and seen[("pages",)] == 20
         assert seen[("engines",)] == 1 and seen[("pins",)] == 0
+
+
+def test_tokens_are_counted_once_a_page_by_the_rank_that_counts(redis_url: str) -> None:
+    port = free_port()
+    with (
+        NodeProcess(redis_url, settings={"metrics_port": port}) as node,
+        Engine(node.socket) as first,
+        Engine(node.socket) as second,
+    ):
+        first.session.declare(first.namespace.digest, first.namespace.fields, page_tokens=64)
+        names = hashes("tokens", 10)
+        for engine in (first, second):
+            engine.store(names)
+            engine.check([*names, *hashes("absent", 3)])
+        seen = scrape(port)
+        assert seen[("tokens_total", "put", "stored")] == 640 and seen[("tokens_total", "put", "failed")] == 0
+        assert seen[("tokens_total", "get", "hit")] == 640 and seen[("tokens_total", "get", "miss")] == 192
+
+
+def test_a_page_of_several_parts_counts_when_all_of_them_came() -> None:
+    counters = Counters()
+    keys = Keys("d", ["h0", "h1"], ["a", "b", "c"])
+    count(counters, "get", [(keys, bytes([0, 0, 0, 1, 1, 1])), (Keys("other", ["x"], ["a"]), b"\0")], {"d": 16})
+    assert counters.snapshot() == {"get_tokens": 48, "get_tokens_ok": 16}
 
 
 def test_a_port_in_use_is_refused_by_name() -> None:

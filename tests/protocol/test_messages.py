@@ -34,7 +34,11 @@ OPENINGS = st.one_of(
 REQUESTS = st.one_of(
     st.builds(m.Attach, st.lists(REGION, max_size=4), st.booleans()),
     st.builds(m.Stage, REGION),
-    st.builds(m.Declare, st.dictionaries(TEXT, st.dictionaries(TEXT, TEXT, max_size=3), max_size=3)),
+    st.builds(
+        m.Declare,
+        st.dictionaries(TEXT, st.dictionaries(TEXT, TEXT, max_size=3), max_size=3),
+        st.dictionaries(TEXT, st.integers(0, 1 << 20), max_size=3),
+    ),
     st.builds(m.Exists, NUMBER, st.lists(KEYS, max_size=3), st.booleans(), st.booleans()),
     st.builds(m.Put, NUMBER, NUMBER, st.lists(pages(), max_size=2)),
     st.builds(m.Get, NUMBER, NUMBER, st.lists(pages(), max_size=2)),
