@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: venv test test-fast lint demo bench clean
+.PHONY: venv test test-fast test-rdma lint demo bench clean
 
 venv: $(INSTALLED)
 
@@ -31,6 +31,10 @@ test: venv
 
 test-fast: venv
 	$(BIN)/python -m pytest -m "not server and not slow and not deep"
+
+# In a guest with soft-RoCE, for hosts without RDMA: a few minutes. Says what is missing where there can be none.
+test-rdma: venv
+	$(BIN)/python -m tests.rdma.guest $(BIN)/python -m pytest -m rdma -p no:cacheprovider tests/rdma tests/transfer
 
 lint: venv
 	$(BIN)/ruff check .

@@ -197,6 +197,40 @@ def limits_suffice(f: Facts) -> Iterator[Finding]:
         )
 
 
+def rdma_works(f: Facts) -> Iterator[Finding]:
+    r = f.rdma
+    if r is None:
+        return
+    level: Literal["warn", "fail"] = "fail" if r.insisted else "warn"
+    if not r.present:
+        if r.insisted:
+            remedy = "load the driver, give the container its device (docs/rdma.md), or protocol auto"
+            yield Finding("rdma", "fail", "protocol is rdma and this host has no RDMA device", remedy)
+        else:
+            yield Finding("rdma", "ok", "this host has no RDMA device: pages move over TCP")
+        return
+    if r.problem:
+        yield Finding("rdma", level, f"RDMA cannot be used: {r.problem}", r.remedy or "see docs/rdma.md")
+        return
+    if 0 <= r.lockable < r.to_lock:
+        yield Finding(
+            "rdma",
+            level,
+            f"{r.to_lock >> 20} MiB are to be locked for {len(r.chosen)} devices, memlock allows {r.lockable >> 20} MiB",
+            "ulimit -l unlimited; LimitMEMLOCK=infinity in a unit; docker run --ulimit memlock=-1",
+        )
+        return
+    named = [name for name in r.down if name in f.settings.device_name.replace(",", " ").split()]
+    if named:
+        yield Finding(
+            "rdma",
+            "warn",
+            f"the link of {', '.join(named)} is down, and device_name names it",
+            "ip link set DEVICE up; on InfiniBand: does a subnet manager run, is the cable in?",
+        )
+    yield Finding("rdma", "ok", f"pages move by RDMA over {', '.join(r.chosen)}, with peers that have it")
+
+
 def clocks_agree(f: Facts) -> Iterator[Finding]:
     for node in f.nodes:
         if node.started > f.now + 2:
@@ -310,6 +344,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     the_secret_is_set,
     memory_suffices,
     limits_suffice,
+    rdma_works,
     clocks_agree,
     versions_agree,
     sglang_asks_the_pool,

@@ -19,6 +19,7 @@ from hicache_mooncake.metadata.records import NodeRecord
 from hicache_mooncake.metadata.redis_server import find_binary
 from hicache_mooncake.node.segment import available_memory
 from hicache_mooncake.operate.pool_view import local_node
+from hicache_mooncake.operate.rdma_facts import RdmaFacts, rdma_facts
 from hicache_mooncake.transfer.base import Credentials
 from hicache_mooncake.transfer.tcp import TcpTransport
 
@@ -50,6 +51,7 @@ class Facts:
     huge_pages_free: int = 0
     open_files: int = 0
     memlock: int = 0
+    rdma: RdmaFacts | None = None  # None where only TCP is wanted
     now: float = 0.0
     sglang: Mapping[str, Any] = field(default_factory=dict)  # flags as given: name -> value
 
@@ -61,6 +63,7 @@ def facts(settings: Settings, sglang: Mapping[str, Any]) -> Facts:
     found.huge_pages_free = memory.free_huge_bytes()
     found.open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     found.memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    found.rdma = rdma_facts(settings)
     with suppress(ConfigError):
         found.redis_binary = find_binary()
     with suppress(HiCacheMooncakeError):

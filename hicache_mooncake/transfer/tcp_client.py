@@ -259,7 +259,7 @@ class TcpPeer(Peer):
             try:
                 stream.connect(where, limit)
                 stream.agree(ReaderHandshake(self._credentials, self.node_id), limit)
-                self._agreed(stream, limit)
+                self._agreed(stream, deadline)
                 return stream
             except HiCacheMooncakeError as refused:
                 self._release(stream, False)

@@ -15,6 +15,7 @@ from hicache_mooncake.metadata.directory import Directory
 from hicache_mooncake.metadata.records import NodeRecord
 from hicache_mooncake.operate.doctor import examine, parse_sglang_flags
 from hicache_mooncake.operate.facts import Facts, facts
+from hicache_mooncake.operate.rdma_facts import RdmaFacts, rdma_facts
 
 URL = {"redis_url": "redis://r/0"}
 
@@ -88,6 +89,22 @@ PLANTED: list[tuple[str, Callable[[], Facts]]] = [
     ("segment_size is", lambda: healthy(available_memory=1 << 28, huge_pages_free=0)),
     ("2 MiB pages are free", lambda: healthy(huge_pages_free=0)),
     ("at most 1024 descriptors", lambda: healthy(open_files=1024)),
+    ("no RDMA device", lambda: healthy(rdma=RdmaFacts(True))),
+    (
+        "RDMA cannot be used: no link is up",
+        lambda: healthy(rdma=RdmaFacts(False, 1, problem="no link is up: x is DOWN")),
+    ),
+    (
+        "2048 MiB are to be locked for 2 devices, memlock allows 8 MiB",
+        lambda: healthy(rdma=RdmaFacts(True, 2, ("a", "b"), lockable=8 << 20, to_lock=2 << 30)),
+    ),
+    (
+        "the link of mlx5_1 is down",
+        lambda: healthy(
+            settings=Settings.of({**URL, "segment_size": "1gb", "device_name": "mlx5_0,mlx5_1"}),
+            rdma=RdmaFacts(False, 2, ("mlx5_0",), ("mlx5_1", "mlx5_2")),
+        ),
+    ),
     ("in our future", lambda: healthy(nodes=[node("a", "h", started=500.0)])),
     ("nodes run 0.1.0, 0.2.0", lambda: healthy(nodes=[node("a", "h"), node("b", "h", version="0.2.0")])),
     ("HiCache is off", lambda: healthy(sglang=parse_sglang_flags(["--hicache-storage-backend", "mooncake"]))),
@@ -122,3 +139,12 @@ def test_a_node_that_takes_connections_and_never_answers_is_found(redis_url: str
         directory.join(node("f", "h", f"127.0.0.1:{port.getsockname()[1]}"), 60)
         found = facts(Settings.of({"redis_url": redis_url, "pool": "frozen"}), {})
     assert found.reachable["f~00000001"] and found.redis_used > 0
+
+
+def test_a_host_with_and_without_rdma_is_told_what_pages_do() -> None:
+    assert rdma_facts(Settings.of({"protocol": "tcp"})) is None
+    (finding,) = [found for found in examine(healthy(rdma=RdmaFacts(False))) if found.check == "rdma"]
+    assert finding.level == "ok" and "move over TCP" in finding.found
+    uses = RdmaFacts(True, 2, ("mlx5_0", "mlx5_1"), lockable=-1, to_lock=1 << 40)
+    (finding,) = [found for found in examine(healthy(rdma=uses)) if found.check == "rdma"]
+    assert finding.level == "ok" and "mlx5_0, mlx5_1" in finding.found

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hicache_mooncake.transfer import Credentials, transport
+from hicache_mooncake.transfer import Credentials, Transport, transport
 
 from .pages import NODE, Segment
 
@@ -21,8 +21,10 @@ SECRET = Credentials(b"correct horse", "prod")
 class Serving:
     """The child process and its address. It holds ``count`` pages ``ns:<i>:all`` of ``size`` bytes."""
 
-    def __init__(self, count: int, size: int, *, node: str = NODE, address: str = "127.0.0.1:0") -> None:
-        command = [sys.executable, "-m", "tests.transfer.serving", address, node, str(count), str(size)]
+    def __init__(
+        self, count: int, size: int, *, node: str = NODE, address: str = "127.0.0.1:0", device: str = ""
+    ) -> None:
+        command = [sys.executable, "-m", "tests.transfer.serving", address, node, str(count), str(size), device]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
         )
@@ -49,19 +51,33 @@ def _stopped(task: Path) -> bool:
 
 
 @contextlib.contextmanager
-def serving(count: int, size: int, *, node: str = NODE, address: str = "127.0.0.1:0") -> Iterator[Serving]:
-    child = Serving(count, size, node=node, address=address)
+def serving(
+    count: int, size: int, *, node: str = NODE, address: str = "127.0.0.1:0", device: str = ""
+) -> Iterator[Serving]:
+    """With an RDMA ``device`` it serves by that too."""
+    child = Serving(count, size, node=node, address=address, device=device)
     try:
         yield child
     finally:
         child.close()
 
 
-def main(address: str, node: str, count: str, size: str) -> None:
+def _transport(device: str) -> Transport:
+    if not device:
+        return transport("tcp")
+    from hicache_mooncake.transfer.rdma.transport import RdmaTransport
+
+    return RdmaTransport(device)
+
+
+def main(address: str, node: str, count: str, size: str, device: str) -> None:
     segment = Segment(int(count) * int(size), node)
     for index in range(int(count)):
         segment.put(f"ns:{index}:all", int(size))
-    with transport("tcp").listen(address, "", segment, SECRET) as listener:
+    with (
+        contextlib.closing(_transport(device)) as moved,
+        moved.listen(address, "", segment, SECRET) as listener,
+    ):
         print(listener.address, flush=True)
         sys.stdin.read()  # until the parent closes it, or is gone
     segment.close()

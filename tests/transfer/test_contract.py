@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ PATIENCE = 30.0
 TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "tcp": lambda: transport("tcp"),
     "tcp-two-lanes": lambda: TcpTransport(client=ClientLimits(lanes=2)),
-    "rdma": lambda: rdma(strict=True),
-    "rdma-two-lanes": lambda: rdma(strict=True, client=ClientLimits(lanes=2)),
+    "rdma": lambda: rdma(strict=True, client=ClientLimits(lanes=2)),
     "rdma-one-device-in-pieces": lambda: rdma("rxe0", strict=True, largest_piece=1 * MIB),
 }
 
@@ -55,16 +55,22 @@ def moved(request: pytest.FixtureRequest) -> Iterator[Transport]:
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    made = Segment(160 * MIB)
+def most(moved: Transport) -> int:
+    """Bytes that a test may move: in the guest every page of memory that is touched costs 0.2 ms."""
+    return 32 * MIB if moved.scheme == "rdma" else 160 * MIB
+
+
+@pytest.fixture
+def segment(most: int) -> Iterator[Segment]:
+    made = Segment(most)
     yield made
     assert settled(made)
     made.close()
 
 
 @pytest.fixture
-def landing() -> Iterator[Landing]:
-    made = Landing(160 * MIB)
+def landing(most: int) -> Iterator[Landing]:
+    made = Landing(most)
     yield made
     made.close()
 
@@ -72,8 +78,6 @@ def landing() -> Iterator[Landing]:
 @pytest.fixture
 def listener(moved: Transport, segment: Segment) -> Iterator[Listener]:
     with moved.listen("127.0.0.1:0", "", segment, SECRET) as made:
-        if hasattr(made, "wait_until_registered"):
-            assert made.wait_until_registered(PATIENCE)
         yield made
 
 
@@ -96,11 +100,8 @@ def peer(moved: Transport, listener: Listener) -> Iterator[Peer]:
         (33, 4 * MIB),
     ],
 )
-def test_batches_arrive_whole(
-    moved: Transport, peer: Peer, segment: Segment, landing: Landing, count: int, size: int
-) -> None:
-    if moved.scheme == "rdma":
-        count = min(count, 24 * MIB // size)  # in the guest every page that is touched costs 0.2 ms
+def test_batches_arrive_whole(peer: Peer, segment: Segment, landing: Landing, most: int, count: int, size: int) -> None:
+    count = min(count, most // size)
     for index in range(count):
         segment.put(f"ns:{index}:all", size)
     batch = [landing.want(f"ns:{index}:all", size) for index in range(count)]
@@ -267,7 +268,10 @@ def test_an_order_and_its_answer_arrive_as_they_are(peer: Peer, segment: Segment
 
 @pytest.mark.parametrize("count", [1, 7, 128, 600])
 @pytest.mark.parametrize("size", [4 * KIB, 100 * KIB + 1])
-def test_written_pages_are_stored_whole(peer: Peer, segment: Segment, landing: Landing, count: int, size: int) -> None:
+def test_written_pages_are_stored_whole(
+    peer: Peer, segment: Segment, landing: Landing, most: int, count: int, size: int
+) -> None:
+    count = min(count, most // size)
     batch = [landing.offer(f"ns:w{index}:all", size, 1 + index % 4) for index in range(count)]
     assert peer.write(batch, soon()) == [Outcome.OK] * count
     assert segment.rooms == 0
@@ -278,8 +282,8 @@ def test_written_pages_are_stored_whole(peer: Peer, segment: Segment, landing: L
 def test_a_write_is_told_what_is_held_full_and_corrupt(peer: Peer, segment: Segment, landing: Landing) -> None:
     segment.put("ns:held:all", 4 * KIB)
     held, rotten, good = (landing.offer(f"ns:{name}:all", 4 * KIB) for name in ("held", "rotten", "good"))
-    huge = landing.offer("ns:huge:all", 100 * MIB)
-    first = segment.memory.size - segment._used - 90 * MIB
+    huge = landing.offer("ns:huge:all", segment.memory.size * 10 // 16)
+    first = segment.memory.size - segment._used - segment.memory.size * 9 // 16
     segment._used += max(first, 0)
     rotten.checksum ^= 1
     outcomes = peer.write([held, rotten, huge, good], soon())
@@ -325,6 +329,8 @@ def test_no_secret_on_both_sides_is_allowed(moved: Transport, segment: Segment, 
 
 
 def test_a_name_and_ipv6_work_too(moved: Transport, segment: Segment, landing: Landing) -> None:
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
     segment.put("ns:a:all", 4 * KIB)
     with moved.listen("[::]:0", "localhost", segment, SECRET) as listener:
         host, port = listener.address.split(":")

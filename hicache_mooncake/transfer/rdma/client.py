@@ -40,6 +40,8 @@ PIECES = 16
 """Extents of one request: what fits a work queue entry of 320 bytes, so that a queue pair costs 160 KiB."""
 SLICE = 1 << 20
 """Bytes of the largest request while several paths share a batch."""
+OPEN_TIMEOUT = 3.0
+"""Seconds both sides have to open their paths. Resolving a neighbour's address the first time takes a second."""
 LOOK_AGAIN = 2.0
 """Seconds until a connection without RDMA is made anew, to see whether the peer is ready now or a link is up."""
 
@@ -88,6 +90,7 @@ class RdmaPeer(TcpPeer):
     def _agreed(self, stream: Stream, deadline: float) -> None:
         assert isinstance(stream, RdmaStream)
         now = time.monotonic()
+        deadline = min(deadline, now + OPEN_TIMEOUT)
         offers: list[frames.Offer] = []
         pairs: list[tuple[QueuePair, int, Any]] = []
         try:

@@ -55,11 +55,7 @@ class Path:
         self.heard = 0.0
         self._looked = 0.0
         self._armed = False
-
-    @property
-    def under_way(self) -> int:
-        """Requests posted and not completed, as far as is known."""
-        return self.parts[-1].end - self.parts[0].begin if self.parts else 0
+        self._given_back = -1
 
     def room(self) -> int:
         """How many requests may be posted now: its credits."""
@@ -86,6 +82,7 @@ class Path:
                 if status:
                     if self.parts and number > self.parts[0].begin:  # those before it were done, in order
                         done += self._take_until(number)
+                    self._given_back = int(completions["id"][-1])
                     return done, meaning(status)
                 done += self._take_until(number + 1)
         return done, None
@@ -127,7 +124,8 @@ class Path:
     def end(self) -> None:
         """From here on no device writes or reads memory for this path, neither ours nor, by our doing, the peer's."""
         self.alive = False
-        if self.parts and not self.pair.flush(self.parts[-1].end - 1):
+        last = self.parts[-1].end - 1 if self.parts else self._given_back
+        if last != self._given_back and not self.pair.flush(last):
             logger.error("RDMA: %s is slow to give work back; waiting for it", self.name)
         self.parts.clear()
         self.close()

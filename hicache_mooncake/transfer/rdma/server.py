@@ -23,7 +23,7 @@ from hicache_mooncake.transfer.tcp_server import GONE, ServerLimits, TcpListener
 from hicache_mooncake.transfer.tcp_stream import Stream
 
 from . import abi, frames
-from .fabric import Fabric
+from .fabric import ON_DEMAND, Fabric
 from .paths import Path, RdmaStream
 from .queue_pair import Endpoint, QueuePair
 from .registration import Registered, Registry
@@ -59,6 +59,8 @@ class RdmaListener(TcpListener):
         )
         super().__init__(address, advertise, source, credentials, limits)
         self._registering.start()
+        if source.memory.size <= ON_DEMAND:
+            self._registering.join()  # readers find it ready; of what is larger, pages go over TCP until it is
 
     def close(self) -> None:
         super().close()

@@ -63,7 +63,7 @@ def run(command: list[str], *, timeout: float = TIMEOUT) -> int:
         lines = [f"cd {shlex.quote(os.getcwd())}"]
         lines += [f"export {name}={shlex.quote(os.environ[name])}" for name in PASSED_ON if name in os.environ]
         # The host's folders for it are not the guest's to write, or not there.
-        lines += ["export PYTHONDONTWRITEBYTECODE=1 HICACHE_MOONCAKE_GUEST=1", shlex.join(command)]
+        lines += ["export PYTHONDONTWRITEBYTECODE=1", shlex.join(command)]
         Path(folder, "command").write_text("\n".join(lines) + "\n")
         arguments = [
             str(linux),
@@ -77,6 +77,7 @@ def run(command: list[str], *, timeout: float = TIMEOUT) -> int:
             "con=null",
             "con0=fd:0,fd:1",
             "quiet",
+            "loglevel=1",
         ]
         # Its memory is a file: in memory too, or every page would go to a disk.
         environment = {**os.environ, "TMPDIR": "/dev/shm"}
