@@ -216,7 +216,8 @@ def rdma_works(f: Facts) -> Iterator[Finding]:
         yield Finding(
             "rdma",
             level,
-            f"{r.to_lock >> 20} MiB are to be locked for {len(r.chosen)} devices, memlock allows {r.lockable >> 20} MiB",
+            f"{r.to_lock >> 20} MiB are to be locked for {len(r.chosen)} devices, "
+            f"memlock allows {r.lockable >> 20} MiB",
             "ulimit -l unlimited; LimitMEMLOCK=infinity in a unit; docker run --ulimit memlock=-1",
         )
         return

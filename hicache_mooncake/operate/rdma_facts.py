@@ -12,7 +12,7 @@ from hicache_mooncake.transfer.choice import DEVICES
 
 @dataclass(frozen=True)
 class RdmaFacts:
-    """``insisted``: ``protocol`` is ``rdma``. ``chosen`` and ``down``: names of the ports to use, and of those not up."""
+    """``insisted``: ``protocol`` is ``rdma``. ``chosen`` are the ports to use, ``down`` those whose link is not up."""
 
     insisted: bool
     present: int = 0
