@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -73,7 +74,8 @@ def test_a_soft_device_is_added_as_shown() -> None:
     (line,) = [line for line in COMMANDS if line.startswith("rdma link add")]
     words = shlex.split(line)
     words[words.index("rxe0")], words[words.index("eth0")] = "rxe7", "lo"
-    subprocess.run(["modprobe", "rdma_rxe"], check=False)  # built in there
+    if shutil.which("modprobe"):
+        subprocess.run(["modprobe", "rdma_rxe"], check=False)  # the guest's kernel has it built in
     added = subprocess.run(words, capture_output=True, text=True, check=False)
     assert added.returncode == 0, added.stderr
     subprocess.run(["rdma", "link", "delete", "rxe7"], check=True)

@@ -57,7 +57,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 @pytest.fixture
 def segment() -> Iterator[Segment]:
     made = Segment(16 * MIB)
-    for index in range(32):
+    for index in range(12):
         made.put(f"ns:{index}:all", 256 * KIB, 2)
     yield made
     assert wait_for(lambda: made.pinned == 0)
@@ -89,7 +89,7 @@ def connect(transport: RdmaTransport, address: str, credentials: Credentials = S
     return peer
 
 
-def wants(landing: Landing, count: int = 32, size: int = 256 * KIB) -> list[Any]:
+def wants(landing: Landing, count: int = 12, size: int = 256 * KIB) -> list[Any]:
     landing.reset()
     return [landing.want(f"ns:{index}:all", size) for index in range(count)]
 
@@ -314,15 +314,15 @@ def test_a_stale_key_costs_the_batch_and_not_the_peer(
     owner: RdmaTransport, reader: RdmaTransport, segment: Segment, landing: Landing
 ) -> None:
     with owner.listen("127.0.0.1:0", "", segment, SECRET) as listener, connect(reader, listener.address) as peer:
-        assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 32
+        assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 12
         for stream in peer._idle:
             assert isinstance(stream, RdmaStream)
             for path in stream.paths:
                 path.remote_keys = path.remote_keys ^ np.uint32(0x4400)
-        assert peer.read(wants(landing), soon(), True) == [Outcome.FAILED] * 32
+        assert peer.read(wants(landing), soon(), True) == [Outcome.FAILED] * 12
         assert "REM_ACCESS_ERR" in peer.failure
         batch = wants(landing)
-        assert peer.read(batch, soon(), True) == [Outcome.OK] * 32 and all(map(arrived, batch))
+        assert peer.read(batch, soon(), True) == [Outcome.OK] * 12 and all(map(arrived, batch))
     with (
         contextlib.closing(RdmaTransport("rxe0")) as lenient,
         owner.listen("127.0.0.1:0", "", segment, SECRET) as listener,
@@ -334,7 +334,7 @@ def test_a_stale_key_costs_the_batch_and_not_the_peer(
             for path in stream.paths:
                 path.remote_keys = path.remote_keys ^ np.uint32(0x4400)
         batch = wants(landing)
-        assert peer.read(batch, soon(), True) == [Outcome.OK] * 32, "over TCP, within the same call"
+        assert peer.read(batch, soon(), True) == [Outcome.OK] * 12, "over TCP, within the same call"
         assert all(map(arrived, batch))
 
 
@@ -398,7 +398,7 @@ def test_a_path_that_breaks_is_replaced_by_the_other_and_comes_back(
         connect(both, listener.address) as peer,
     ):
         batch = wants(landing)
-        assert peer.read(batch, soon(), True) == [Outcome.OK] * 32 and all(map(arrived, batch))
+        assert peer.read(batch, soon(), True) == [Outcome.OK] * 12 and all(map(arrived, batch))
         (stream,) = peer._idle
         assert isinstance(stream, RdmaStream) and len(stream.live()) == 2
         landing.memory.view[:] = bytes(landing.memory.size)
@@ -407,11 +407,11 @@ def test_a_path_that_breaks_is_replaced_by_the_other_and_comes_back(
         a = abi.QueuePairAttributes(state=abi.STATE_ERROR)
         stuck.pair._modify(a, abi.ATTR_STATE)
         batch = wants(landing)
-        assert peer.read(batch, soon(10), True) == [Outcome.OK] * 32 and all(map(arrived, batch))
+        assert peer.read(batch, soon(10), True) == [Outcome.OK] * 12 and all(map(arrived, batch))
         assert len(stream.live()) == 1 and both.fabric.rests.resting(stuck.key, time.monotonic())
         assert wait_for(lambda: time.monotonic() > stream.look_again, 5)
         batch = wants(landing)
-        assert peer.read(batch, soon(10), True) == [Outcome.OK] * 32 and all(map(arrived, batch))
+        assert peer.read(batch, soon(10), True) == [Outcome.OK] * 12 and all(map(arrived, batch))
         (fresh,) = peer._idle
         assert isinstance(fresh, RdmaStream) and len(fresh.live()) == 2
 
@@ -422,18 +422,18 @@ def test_the_cable_is_pulled_and_plugged_in_again(owner: RdmaTransport, segment:
         owner.listen("127.0.0.1:0", "", segment, SECRET) as listener,
         connect(lenient, listener.address) as peer,
     ):
-        assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 32
+        assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 12
         before = lenient.stats()["rdma_read_pages"]
         with link_down("left"):
             batch = wants(landing)
-            assert peer.read(batch, soon(5), True) == [Outcome.OK] * 32, "over TCP: loopback is not the cable"
+            assert peer.read(batch, soon(5), True) == [Outcome.OK] * 12, "over TCP: loopback is not the cable"
             assert all(map(arrived, batch))
-            assert lenient.stats()["rdma_reads_by_tcp"] >= 32
+            assert lenient.stats()["rdma_reads_by_tcp"] >= 12
             assert lenient.stats()["rdma_read_pages"] == before
 
         def again() -> bool:
             batch = wants(landing)
-            assert peer.read(batch, soon(5), True) == [Outcome.OK] * 32 and all(map(arrived, batch))
+            assert peer.read(batch, soon(5), True) == [Outcome.OK] * 12 and all(map(arrived, batch))
             return lenient.stats()["rdma_read_pages"] > before
 
         assert wait_for(again, 20)
@@ -443,7 +443,7 @@ def test_an_insistent_reader_fails_by_its_deadline_without_a_link(
     owner: RdmaTransport, reader: RdmaTransport, segment: Segment, landing: Landing
 ) -> None:
     with owner.listen("127.0.0.1:0", "", segment, SECRET) as listener, connect(reader, listener.address) as peer:
-        assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 32
+        assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 12
         with link_down("left"):
             began = time.monotonic()
             outcomes = peer.read(wants(landing), began + 3, True)
@@ -452,7 +452,7 @@ def test_an_insistent_reader_fails_by_its_deadline_without_a_link(
             assert peer.failure
 
         def again() -> bool:
-            return peer.read(wants(landing), soon(5), True) == [Outcome.OK] * 32
+            return peer.read(wants(landing), soon(5), True) == [Outcome.OK] * 12
 
         assert wait_for(again, 20)
 
@@ -483,7 +483,7 @@ def test_a_tcp_peer_is_served_and_an_absent_segment_is_waited_for(
         TcpTransport().connect(listener.address, NODE, SECRET) as peer,
     ):
         batch = wants(landing)
-        assert peer.read(batch, soon(), True) == [Outcome.OK] * 32 and all(map(arrived, batch))
+        assert peer.read(batch, soon(), True) == [Outcome.OK] * 12 and all(map(arrived, batch))
         assert peer.write([landing.offer("ns:new:all", 64 * KIB)], soon()) == [Outcome.OK]
 
 
@@ -502,7 +502,7 @@ def test_malformed_requests_never_kill_the_owner(
                 with contextlib.suppress(Unavailable):
                     stream.receive(1, soon(5))
         with connect(reader, listener.address) as peer:
-            assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 32
+            assert peer.read(wants(landing), soon(), True) == [Outcome.OK] * 12
         assert wait_for(lambda: segment.pinned == 0)
 
 

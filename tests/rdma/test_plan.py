@@ -114,30 +114,37 @@ def test_sides_of_different_length_are_refused() -> None:
         Plan(places([5], [0], 0)[0], places([6], [0], 0)[0], op=abi.OP_READ, max_pieces=1)
 
 
+A, B, NEW = ("a~1", 0, 0), ("b~2", 0, 0), ("a~1", 1, 1)
+
+
 def test_faster_paths_are_given_more() -> None:
     rates = Rates()
-    assert rates.shares(["a", "b"]) == [0.5, 0.5]
+    assert rates.shares([A, B]) == [0.5, 0.5]
     for _ in range(20):
-        rates.measured("a", 3 << 20, 0.001)
-        rates.measured("b", 1 << 20, 0.001)
-    assert rates.shares(["a", "b"]) == pytest.approx([0.75, 0.25])
-    assert rates.shares(["a", "b", "new"])[2] == pytest.approx(1 / 3)
+        rates.measured(A, 3 << 20, 0.001)
+        rates.measured(B, 1 << 20, 0.001)
+    assert rates.shares([A, B]) == pytest.approx([0.75, 0.25])
+    assert rates.shares([A, B, NEW])[2] == pytest.approx(1 / 3)
     assert stripes.part_bytes(32 << 20, 0.5, False) == 8 << 20
     assert stripes.part_bytes(1 << 20, 0.5, False) == stripes.SMALLEST_PART
+    rates.forget("a~1")
+    assert rates.shares([A, B]) == [0.5, 0.5], "what is known of peers goes with them"
 
 
 def test_a_path_that_fails_rests_longer_each_time_and_is_forgiven() -> None:
     rests = Rests()
     now, lengths = 0.0, []
     for _ in range(12):
-        lengths.append(rests.failed("a", now))
-        assert rests.resting("a", now) and not rests.resting("b", now)
-        assert rests.failed("a", now) == lengths[-1], "several batches that find out together"
+        lengths.append(rests.failed(A, now))
+        assert rests.resting(A, now) and not rests.resting(B, now)
+        assert rests.failed(A, now) == lengths[-1], "several batches that find out together"
         now += lengths[-1]
-        assert not rests.resting("a", now)
+        assert not rests.resting(A, now)
     assert lengths[:4] == [1, 2, 4, 8] and lengths[-1] == LONGEST_REST
-    rests.worked("a")
-    assert rests.failed("a", now) == FIRST_REST
+    rests.worked(A)
+    assert rests.failed(A, now) == FIRST_REST
+    rests.forget("a~1")
+    assert not rests.resting(A, now)
 
 
 def test_every_status_has_a_meaning() -> None:

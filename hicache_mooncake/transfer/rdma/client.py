@@ -30,6 +30,7 @@ from .paths import Path, RdmaStream, Refused, Transfer
 from .plan import Places, Plan, Progress
 from .queue_pair import QueuePair
 from .registration import Located, Registered, locate
+from .stripes import PathKey
 from .verbs import VerbsError
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,16 @@ class RdmaPeer(TcpPeer):
         self._their_devices = 0
 
     # -- connections
+
+    def close(self) -> None:
+        super().close()
+        self._fabric.forget(self.node_id)
+
+    def _release(self, stream: Stream, healthy: bool) -> None:
+        if not healthy:
+            assert isinstance(stream, RdmaStream)
+            stream.end_paths()  # may take a moment, so not under the lock of all connections
+        super()._release(stream, healthy)
 
     def _reuse(self) -> Stream | None:
         while (stream := super()._reuse()) is not None:
@@ -148,7 +159,7 @@ class RdmaPeer(TcpPeer):
                 return to_device
         return None
 
-    def _path_key(self, number: int, to_device: int) -> tuple[str, int, int]:
+    def _path_key(self, number: int, to_device: int) -> PathKey:
         return (self.node_id, number, to_device % max(self._their_devices, number + 1))
 
     # -- reading

@@ -77,6 +77,11 @@ class Fabric:
         """Adapters by their distance from memory on that node."""
         return topology.by_distance(self.host, self.nics, numa_node)
 
+    def forget(self, node_id: str) -> None:
+        """A peer is gone, and its paths with it."""
+        self.rates.forget(node_id)
+        self.rests.forget(node_id)
+
     def count(self, **amounts: int) -> None:
         with self._counting:
             self.counters.update(amounts)

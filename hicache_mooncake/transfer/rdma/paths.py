@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from select import POLLIN, poll
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from .fabric import Fabric
 from .plan import Plan
 from .queue_pair import QueuePair
 from .status import Fault, Meaning, meaning
+from .stripes import PathKey
 from .verbs import VerbsError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class Part(NamedTuple):
 class Path:
     """A queue pair to a peer. ``adapter`` is the number of our device, ``key`` names the path for rests and rates."""
 
-    def __init__(self, pair: QueuePair, adapter: int, key: Hashable, remote_keys: Keys) -> None:
+    def __init__(self, pair: QueuePair, adapter: int, key: PathKey, remote_keys: Keys) -> None:
         self.pair, self.adapter, self.key, self.remote_keys = pair, adapter, key, remote_keys
         self.name = pair.device.name
         self.alive = True

@@ -134,7 +134,7 @@ class RdmaListener(TcpListener):
             logger.warning("RDMA: a reader's path cannot be connected: %s", error)
             pair.close()
             return None
-        stream.paths.append(Path(pair, number, None, _NO_KEYS))
+        stream.paths.append(Path(pair, number, ("", 0, number), _NO_KEYS))
         return pair.local
 
     # -- pages that are read

@@ -7,8 +7,9 @@ ones towards the end, so that paths finish together however fast each turns out 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 SMALLEST_PART = 512 << 10
 LARGEST_PART = 8 << 20
@@ -22,6 +23,10 @@ LONGEST_REST = 300.0
 """Seconds a path that failed is left alone; doubling, until it works once."""
 
 
+PathKey: TypeAlias = tuple[str, int, int]
+"""A path: the peer's node id, the number of our device, and of the peer's."""
+
+
 def part_bytes(left: int, share: float, alone: bool) -> int:
     """How much a path with this ``share`` of the bandwidth takes of ``left`` bytes."""
     if alone:
@@ -33,15 +38,15 @@ class Rates:
     """What each path has shown, in bytes a second: an average in which the last half dozen parts count. Thread-safe."""
 
     def __init__(self) -> None:
-        self._rates: dict[Hashable, float] = {}
+        self._rates: dict[PathKey, float] = {}
 
-    def measured(self, path: Hashable, size: int, seconds: float) -> None:
+    def measured(self, path: PathKey, size: int, seconds: float) -> None:
         """A part has arrived."""
         rate = size / max(seconds, 1e-6)
         before = self._rates.get(path)
         self._rates[path] = rate if before is None else before + (rate - before) / 4
 
-    def shares(self, paths: Sequence[Hashable]) -> list[float]:
+    def shares(self, paths: Sequence[PathKey]) -> list[float]:
         """Parts of the whole; a path that is not known yet counts like the average of those that are."""
         known = [self._rates[path] for path in paths if path in self._rates]
         usual = sum(known) / len(known) if known else 1.0
@@ -49,9 +54,9 @@ class Rates:
         whole = sum(rates)
         return [rate / whole for rate in rates]
 
-    def forget(self, paths: Iterable[Hashable]) -> None:
+    def forget(self, node_id: str) -> None:
         """The peer is gone."""
-        for path in paths:
+        for path in [path for path in list(self._rates) if path[0] == node_id]:
             self._rates.pop(path, None)
 
 
@@ -59,10 +64,10 @@ class Rates:
 class Rests:
     """Paths that failed, and until when each is left alone. Thread-safe. Times are ``time.monotonic()`` seconds."""
 
-    _until: dict[Hashable, float] = field(default_factory=dict)
-    _length: dict[Hashable, float] = field(default_factory=dict)
+    _until: dict[PathKey, float] = field(default_factory=dict)
+    _length: dict[PathKey, float] = field(default_factory=dict)
 
-    def failed(self, path: Hashable, now: float) -> float:
+    def failed(self, path: PathKey, now: float) -> float:
         """Returns for how long it rests."""
         if self._until.get(path, 0.0) > now:
             return self._until[path] - now  # several batches found out together
@@ -70,14 +75,19 @@ class Rests:
         self._length[path], self._until[path] = length, now + length
         return length
 
-    def worked(self, path: Hashable) -> None:
+    def worked(self, path: PathKey) -> None:
         """It moved bytes: the next failure is a first one."""
         if path in self._length:
             self._length.pop(path, None)
             self._until.pop(path, None)
 
-    def resting(self, path: Hashable, now: float) -> bool:
+    def resting(self, path: PathKey, now: float) -> bool:
         return self._until.get(path, 0.0) > now
+
+    def forget(self, node_id: str) -> None:
+        """The peer is gone."""
+        for path in [path for path in list(self._length) if path[0] == node_id]:
+            self.worked(path)
 
 
 class Work:
