@@ -56,7 +56,8 @@ def _check_server(link: Link, server: RedisLink) -> bool:
         if isinstance(info, failures.ResponseError):
             raise unusable(link, f"INFO is refused: {info}")
         facts = parse_info(info)
-        version, mode = facts.get("redis_version", ""), facts.get("redis_mode", "")
+        version = facts.get("redis_version", "")
+        mode = facts.get("redis_mode") or facts.get("server_mode", "")  # as Redis and Valkey call it
     else:
         # INFO counts as dangerous for ACLs; HELLO every user may say, unless it was renamed.
         (hello,) = server.call([("HELLO",)])

@@ -133,8 +133,6 @@ class ClusterLink(Link):
 
     def _away(self, positions: Sequence[int], replies: list[Any], error: Unavailable) -> None:
         cause = error.__cause__
-        if isinstance(cause, failures.AuthenticationError):
-            raise error  # not of one server: the user is the same everywhere
         self._doubted = True
         for at in positions:
             away = Away(error.message)
