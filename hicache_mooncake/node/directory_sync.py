@@ -11,11 +11,12 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from hicache_mooncake.errors import Unavailable
 from hicache_mooncake.metadata.directory import Directory, Unreached
 from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord
+from hicache_mooncake.node.audit import Audit
 from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.store import DramStore
 
@@ -43,6 +44,9 @@ NAMESPACE_LIMIT = 10_000
 SWEEP_WITHIN = 10.0
 """What a dead node left in Redis is swept within so many seconds of somebody noticing; who comes first does it."""
 
+SWEEP_APART = 60.0
+"""Seconds at least between sweeps because of holders whom nobody knows: each goes through the whole directory."""
+
 REMEMBER = 600.0
 """Seconds a node that vanished from Redis is remembered: it may still run and hold pages, only out of Redis' sight."""
 
@@ -64,6 +68,7 @@ class DirectorySync:
         self._counters = counters
         self._heartbeat = heartbeat
         self._store: DramStore | None = None
+        self._audit: Audit | None = None
         self._on_beat: Callable[[], None] = lambda: None
         self.node_id = describe().id
         self.holder = f"{self.node_id}/dram"
@@ -78,12 +83,14 @@ class DirectorySync:
         self._thread = threading.Thread(target=self._run, name="hcm-heartbeat", daemon=True)
         self._describe_at = time.monotonic() + DESCRIBE_EVERY
         self._sweeper: threading.Thread | None = None
+        self._unknown_at = time.monotonic() - SWEEP_APART
         # What was there before us:
         self._sweep_at: float | None = time.monotonic() + random.uniform(0.5, 1) * SWEEP_WITHIN
 
     def start(self, store: DramStore, *, on_beat: Callable[[], None]) -> None:
         """Join the pool and begin the heartbeat; ``on_beat`` is called after each. Raises ``Unavailable``."""
         self._store = store
+        self._audit = Audit(store.keys, self._directory.lookup, self.holder)
         self._on_beat = on_beat
         self._directory.join(self._describe(), self._ttl)
         self._refresh_nodes()
@@ -113,12 +120,19 @@ class DirectorySync:
         """Who is said to hold each key. Raises ``Unavailable``."""
         return self._directory.lookup(keys)
 
-    def refresh_unknown(self, node_ids: Iterable[str]) -> None:
-        """Look at the nodes again when somebody holds pages whom we do not know: it joined since the last heartbeat."""
+    def refresh_unknown(self, node_ids: Collection[str]) -> None:
+        """Look at the nodes again when somebody holds pages whom we do not know: it joined since the last heartbeat.
+
+        One that nobody knows died before our time, and a sweep missed it: there will be another.
+        """
         if any(node_id not in self._others for node_id in node_ids):
             since = time.monotonic() - self._seen_nodes_at
             if since > self._heartbeat / 4:
                 self._refresh_nodes()
+                unknown = any(node_id not in self._others and node_id not in self._vanished for node_id in node_ids)
+                if unknown and self._sweep_at is None and time.monotonic() > self._unknown_at + SWEEP_APART:
+                    self._unknown_at = time.monotonic()
+                    self._sweep_at = time.monotonic() + random.uniform(0.1, 1) * SWEEP_WITHIN
 
     def _refresh_nodes(self) -> None:
         nodes = self._directory.nodes()
@@ -198,6 +212,7 @@ class DirectorySync:
                 if not ours or self._behind.is_set():
                     self._rebuild()
                 self._repair_stale()
+                self._restore_lost()
                 if time.monotonic() > self._describe_at:
                     self._describe_namespaces()
                 if self._sweep_at is not None and time.monotonic() > self._sweep_at:
@@ -274,6 +289,13 @@ class DirectorySync:
                 self._forget_now(gone)
                 self._publish_held(gone)  # a put may have come between the look and the forget
                 self._counters.add(directory_stale_repaired=len(gone))
+
+    def _restore_lost(self) -> None:
+        """Tell Redis again of pages that it says nothing of."""
+        assert self._audit is not None
+        lost = self._audit.step()
+        if lost:
+            self._counters.add(directory_restored=self._publish_held(lost))
 
     def _start_sweep(self) -> None:
         # In a thread of its own: it goes through the whole directory, and the heartbeat cannot wait for that.

@@ -66,7 +66,7 @@ class Lookup:
         """For each key the usable nodes that hold it; nobody where Redis does not answer."""
         try:
             records = self._sync.lookup(keys)
-            self._meet_newcomers(records)
+            self._look_after(keys, records)
         except Unavailable:
             self._counters.add(directory_errors=1)
             return [[] for _ in keys]
@@ -76,10 +76,12 @@ class Lookup:
         nodes = {number: self._peers.holders(record, usable) for number, record in distinct.items()}
         return [nodes[id(record)] for record in records]
 
-    def _meet_newcomers(self, records: Sequence[ObjectRecord | None]) -> None:
-        first = next((record for record in records if record is not None), None)
-        if first is not None:
-            own = self._sync.holder
-            self._sync.refresh_unknown(
-                holder.partition("/")[0] for holder in first.holders if holder != own and "~" in holder
+    def _look_after(self, keys: Sequence[str], records: Sequence[ObjectRecord | None]) -> None:
+        """What the records tell besides: nodes that we have not met, and pages that we are wrongly said to hold."""
+        own = self._sync.holder
+        words = {word for record in {id(r): r for r in records if r is not None}.values() for word in record.holders}
+        self._sync.refresh_unknown({word.partition("/")[0] for word in words if word != own and "~" in word})
+        if own in words:
+            self._sync.believed_held(
+                [key for key, record in zip(keys, records, strict=True) if record is not None and own in record.holders]
             )

@@ -46,6 +46,7 @@ _COUNTERS = {
     "directory_unreached": ("directory_unreached_lookups", "Objects not looked up: their Redis master was away"),
     "directory_rebuilds": ("directory_rebuilds", "Times that Redis was told everything again"),
     "directory_swept": ("directory_swept_entries", "Entries of dead nodes removed from Redis"),
+    "directory_restored": ("directory_restored_entries", "Entries that Redis had lost and was told again"),
     "directory_stale_repaired": ("directory_repaired_entries", "Entries removed because the page was not here"),
 }
 _GAUGES = {
