@@ -97,6 +97,8 @@ class Recovery:
     entries: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    salvaged: int = 0
+    """Of the entries, those found without an index, by looking at the data itself."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Objects, or files where it cannot be told how many objects were in them, by cause."""
 
@@ -147,6 +149,9 @@ class Hooks:
     failpoint: Callable[[str], None] = _no_failpoint
 
 
+NO_HOOKS = Hooks()
+
+
 class SsdStore(ABC):
     """One directory, file or device that holds objects. Thread-safe; many readers and writers at once.
 
@@ -158,7 +163,7 @@ class SsdStore(ABC):
     readable_by_all: ClassVar[bool] = False
     """Other nodes that have the same path mounted read objects without asking the writer."""
 
-    def __init__(self, config: StoreConfig, io: DiskIO, hooks: Hooks = Hooks()) -> None:
+    def __init__(self, config: StoreConfig, io: DiskIO, hooks: Hooks = NO_HOOKS) -> None:
         self.config = config
         self.io = io
         self.hooks = hooks
@@ -219,6 +224,10 @@ class SsdStore(ABC):
     def flush(self) -> None:
         """Finish what has been open for long (a partly filled bucket), try again to remove what could not be removed.
         To be called every few seconds."""
+
+    def compact(self, deadline: float) -> int:
+        """Give back disk space that holds nothing any more; returns the bytes. May take long."""
+        return 0
 
     @abstractmethod
     def usage(self) -> Usage:
