@@ -110,7 +110,7 @@ class Settings:
         values.choice("auto", "tcp", "rdma"),
         "`auto`, `tcp`, `rdma`",
         "How pages move between hosts. `auto`: by RDMA with nodes that have it too where this host has a device, else "
-        "over TCP. `rdma`: not over TCP, whatever happens; without a device the node does not start.",
+        "over TCP. `rdma`: never falls back to TCP; without a device the node does not start.",
     )
     device_name: str = _setting(
         "",

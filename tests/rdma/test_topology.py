@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hicache_mooncake import memory
 from hicache_mooncake.errors import ConfigError
+from hicache_mooncake.transfer.rdma import numa
 from hicache_mooncake.transfer.rdma.topology import ANYWHERE, Gid, Host, Nic, by_distance, gid_index, read, select
 
 from . import sysfs
@@ -114,3 +116,12 @@ def test_a_port_of_two_and_one_without_an_address(tmp_path: Path) -> None:
     assert names(select(host, "")) == ["mlx4_0", "mlx4_0:2"]
     assert host.nics[0].numa_node == ANYWHERE
     assert by_distance(host, select(host, "mlx4_0:2"), 5) == [[0]]
+
+
+def test_where_memory_lies_is_asked_of_the_kernel() -> None:
+    made = memory.create("numa", 4 << 20)
+    made.view[::4096] = bytes(len(made.view[::4096]))
+    nodes = {int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*")}
+    assert numa.node_of(made.address, made.size) in nodes | {ANYWHERE}
+    assert numa.node_of(made.address, 0) == ANYWHERE
+    made.close()

@@ -26,10 +26,11 @@ from hicache_mooncake.transfer.tcp_stream import Stream
 
 from . import abi, frames, stripes
 from .fabric import Fabric
-from .paths import Path, RdmaStream, Refused, Transfer
+from .paths import Path, RdmaStream, Refused, Transfer, connect_all
 from .plan import Places, Plan, Progress
-from .queue_pair import QueuePair
+from .queue_pair import Endpoint, QueuePair
 from .registration import Located, Registered, locate
+from .staging import split_extents
 from .stripes import PathKey
 from .verbs import VerbsError
 
@@ -140,13 +141,29 @@ class RdmaPeer(TcpPeer):
         opened = frames.decode_opened(payload, len(offers))
         self._their_devices = opened.devices
         stream.opened = np.array(opened.regions, np.uint64).reshape(-1, 2)
+        stream.awaits_owner = not opened.regions
+        paths: list[tuple[Path, Endpoint]] = []
         for at, (pair, number, key) in enumerate(pairs):
             end = opened.ends[at]
             if end is None or not opened.regions:
                 stream.look_again = time.monotonic() + LOOK_AGAIN
                 continue
-            pair.connect(end)
-            stream.paths.append(Path(pair, number, key, opened.keys[at]))
+            paths.append((Path(pair, number, key, opened.keys[at]), end))
+        # Those that cannot be connected stay in their place: both sides number the paths that were opened.
+        stream.paths = [path for path, _ in paths]
+        try:
+            errors = connect_all(paths, deadline)
+        except Unavailable:
+            stream.paths = []
+            pairs.clear()  # whoever is connecting one still closes it
+            raise
+        for path, error in zip(stream.paths, errors, strict=True):
+            if error:
+                path.close()
+                pause = self._fabric.rests.failed(path.key, time.monotonic())
+                stream.look_again = min(stream.look_again, time.monotonic() + pause)
+                self._fabric.count(rdma_paths_failed=1)
+                logger.warning("RDMA: no path to node %s over %s: %s", self.node_id, path.name, error)
 
     def _pairing(self, number: int, now: float) -> int | None:
         """Which of the peer's devices our device ``number`` is connected to; None while all those paths rest.
@@ -316,7 +333,7 @@ class RdmaPeer(TcpPeer):
 
         The area's keys come one a path, in the order of the paths that were opened.
         """
-        now, later = _split(extents, size)
+        now, later = split_extents(extents, size)
         local, located = locate(now, registered)
         remote = Places(np.array([grant.address], np.uint64), np.array([size], np.uint64), np.zeros(1, np.int64))
         paths, spare = self._choose(stream, located.numa_node, size)
@@ -341,7 +358,11 @@ class RdmaPeer(TcpPeer):
         """The memories of a batch if RDMA can move it; None when it has to go over TCP. Raises when it must not."""
         registered = self._fabric.registered(extents) if stream.live() else None
         if registered is None and self._strict:
-            raise Unavailable("no path by RDMA: a link is down, or memory is not registered (yet)")
+            # What is being registered, here or there, is no fault: until then a page is better late than missed.
+            if not stream.live() and not stream.awaits_owner:
+                raise Unavailable("no path by RDMA: a link is down, or the peer is not reached")
+            if refused := self._fabric.refused(extents):
+                raise Unavailable(f"memory is not registered: {refused}")
         return registered
 
     def _choose(self, stream: RdmaStream, numa_node: int, size: int) -> tuple[list[Path], list[Path]]:
@@ -372,13 +393,3 @@ def _memoised(located: Located) -> Any:
         return made[adapter]
 
     return keys
-
-
-def _split(extents: list[Extent], size: int) -> tuple[list[Extent], list[Extent]]:
-    """The first ``size`` bytes, and the rest."""
-    for at, (area, offset, length) in enumerate(extents):
-        if length >= size:
-            rest = [Extent(area, offset + size, length - size)] if length > size else []
-            return [*extents[:at], Extent(area, offset, size)], [*rest, *extents[at + 1 :]]
-        size -= length
-    return extents, []

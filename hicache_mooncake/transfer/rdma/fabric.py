@@ -73,6 +73,10 @@ class Fabric:
             found[id(memory)] = ready
         return list(found.values())
 
+    def refused(self, extents: Iterable[Extent]) -> str:
+        """Why a memory of a batch can never be registered; empty when all are, or may be soon."""
+        return next(filter(None, (self.local.failure(extent[0]) for extent in extents)), "")
+
     def near(self, numa_node: int) -> list[list[int]]:
         """Adapters by their distance from memory on that node."""
         return topology.by_distance(self.host, self.nics, numa_node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from hicache_mooncake.transfer.tcp_stream import DeadlinePassed, Disconnected, S
 from . import stripes
 from .fabric import Fabric
 from .plan import Plan
-from .queue_pair import QueuePair
+from .queue_pair import Endpoint, QueuePair
 from .status import Fault, Meaning, meaning
 from .stripes import PathKey
 from .verbs import VerbsError
@@ -147,6 +148,7 @@ class RdmaStream(Stream):
         super().__init__(sock)
         self.paths: list[Path] = []
         self.opened: Any = None
+        self.awaits_owner = False  # its segment is being registered
         self.look_again = float("inf")
         """When to connect anew, because a path is missing that may have come back (``time.monotonic()``)."""
 
@@ -170,6 +172,43 @@ def _arm(using: Sequence[Path]) -> bool:
         if path.parts:
             fresh |= path.arm()
     return fresh
+
+
+def connect_all(paths: Sequence[tuple[Path, Endpoint]], deadline: float) -> list[str]:
+    """Connect queue pairs, all at once; for each why it cannot be, or nothing. Raises ``DeadlinePassed``.
+
+    The kernel resolves the neighbour's address meanwhile, which takes a second where nobody answers, and knows no
+    deadline: so this is done in threads, and whoever comes too late closes his queue pair himself.
+    """
+    errors = [""] * len(paths)
+    lock = threading.Lock()
+    late = False
+
+    def connect(at: int, path: Path, end: Endpoint) -> None:
+        try:
+            path.pair.connect(end)
+        except VerbsError as error:
+            errors[at] = str(error)
+        with lock:
+            if late:
+                path.close()
+
+    threads = [
+        threading.Thread(target=connect, args=(at, *each), name="hcm-connect", daemon=True)
+        for at, each in enumerate(paths)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    with lock:
+        late = any(thread.is_alive() for thread in threads)
+        if late:
+            for thread, (path, _) in zip(threads, paths, strict=True):
+                if not thread.is_alive():
+                    path.close()
+            raise DeadlinePassed("the peer's device was not reached in time")
+    return errors
 
 
 class Transfer:

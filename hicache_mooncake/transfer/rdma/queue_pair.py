@@ -27,7 +27,7 @@ RETRIES = 6
 """Half a second in all until a silent peer is an error. 7, the most, means for ever on soft-RoCE."""
 MOST_READS = 16
 """Reads under way on a queue pair: what fills a link at page sizes, and what most devices allow."""
-FLUSH_WAIT = 2.0
+FLUSH_WAIT = 0.5
 """Seconds for the device to give ended work requests back. Destroying a queue pair waits for them by itself."""
 
 _POST = ctypes.CFUNCTYPE(ctypes.c_int, Pointer, Pointer, Pointer)

@@ -88,6 +88,11 @@ class Registry:
         entry = self._entries.get(id(memory))
         return entry.registered if entry is not None else None
 
+    def failure(self, memory: Memory) -> str:
+        """Why a memory cannot be registered; empty while nothing speaks against it."""
+        entry = self._entries.get(id(memory))
+        return entry.failure if entry is not None else ""
+
     def prepare(self, memory: Memory) -> Registered:
         """Register a memory, or wait until another thread has. Raises ``Unavailable``, again each time it is asked."""
         with self._lock:

@@ -85,15 +85,16 @@ class Staging:
 
 def copy_out(area: Memory, size: int, targets: list[Extent]) -> list[Extent]:
     """Copy the first ``size`` bytes of an area to ``targets``; returns what of them is still to be filled."""
-    now: list[Extent] = []
-    left = size
-    rest = list(targets)
-    while left:
-        target = rest.pop(0)
-        step = min(left, target.length)
-        now.append(target._replace(length=step))
-        if step < target.length:
-            rest.insert(0, Extent(target.memory, target.offset + step, target.length - step))
-        left -= step
+    now, later = split_extents(targets, size)
     copy_extents(now, [Extent(area, 0, size)])
-    return rest
+    return later
+
+
+def split_extents(extents: list[Extent], size: int) -> tuple[list[Extent], list[Extent]]:
+    """The first ``size`` bytes of some extents, and the rest."""
+    for at, (area, offset, length) in enumerate(extents):
+        if length >= size:
+            rest = [Extent(area, offset + size, length - size)] if length > size else []
+            return [*extents[:at], Extent(area, offset, size)], [*rest, *extents[at + 1 :]]
+        size -= length
+    return extents, []

@@ -28,9 +28,9 @@ SCHEME = "rdma"
 class RdmaTransport(Transport):
     """One-sided reads out of a peer's segment, one-sided writes into staging areas that it grants.
 
-    ``device_name`` says which devices (see :func:`~.topology.select`). ``strict`` peers move pages by RDMA or not at
-    all; others over TCP where it cannot be used. A listener speaks both: it is the node's only data port. Close the
-    transport after its listeners and peers.
+    ``device_name`` says which devices (see :func:`~.topology.select`). ``strict`` peers never fall back to TCP, except
+    while memory is still being registered on either side; others move pages over TCP whenever RDMA cannot be used. A
+    listener speaks both: it is the node's only data port. Close the transport after its listeners and peers.
     """
 
     scheme = SCHEME
