@@ -1,8 +1,8 @@
 """Random lives of a pool against a plain model of it.
 
-The model knows what every page has to hold, and which pages somebody may have. A pool may forget whatever it
-likes at any time; it must never give other bytes, never invent a page, and once nothing happens any more what it says is
-there must be there, and its accounts must add up.
+The model knows what every page has to hold, and which pages somebody may have. A pool may forget whatever it likes at
+any time; it must never give other bytes, never invent a page, and once nothing happens any more what it says is there
+must be there, and its accounts must add up.
 """
 
 from __future__ import annotations
