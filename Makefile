@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml hatch_build.py hicache_mooncake/native/copying.c te
 	@echo "[3/4] SGLang and what it imports on a CPU: one or two minutes"
 	@$(PIP) --no-deps -r testbed/requirements-lock.txt
 	@echo "[4/4] this package and its tools"
-	@$(PIP) -e '.[test,bench]'
+	@$(PIP) -e '.[ssd,test,bench]'
 	@touch $@
 
 test: venv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from typing import NamedTuple
 
 GRANULE = 4096
@@ -37,6 +38,22 @@ class ExtentAllocator:
         self._allocated: dict[int, int] = {}  # span start -> footprint: a double free must never pass
         if self.capacity:
             self._add_hole(0, self.capacity)
+
+    @classmethod
+    def holding(cls, capacity: int, spans: Iterable[tuple[int, int]]) -> ExtentAllocator:
+        """One in which these spans are taken already: sorted by offset, granular, without overlap, within capacity."""
+        allocator = cls(0)
+        allocator.capacity = capacity // GRANULE * GRANULE
+        at = 0
+        for offset, length in spans:
+            taken = cls.footprint(length)
+            allocator._allocated[offset] = taken
+            if offset > at:
+                allocator._add_hole(at, offset - at)
+            at = offset + taken
+        if at < allocator.capacity:
+            allocator._add_hole(at, allocator.capacity - at)
+        return allocator
 
     @property
     def used_bytes(self) -> int:

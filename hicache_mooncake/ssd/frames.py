@@ -109,6 +109,14 @@ def announced_length(header: bytes | memoryview) -> int:
     return HEADER_BYTES + length if length <= MAX_PAYLOAD else 0
 
 
+def peek_version(data: bytes) -> int:
+    """The version of a frame that this may be the head of; 0 when it is none."""
+    if len(data) < HEADER_BYTES or data[:8] != MAGIC:
+        return 0
+    version: int = _HEADER.unpack_from(data)[2]
+    return version
+
+
 class Rows(NamedTuple):
     """Objects as columns. Object ``i`` lies in ``spans[first_span[i]:first_span[i + 1]]``, (offset, length) each."""
 
@@ -206,6 +214,7 @@ __all__ = [
     "encode",
     "encode_numbers",
     "encode_rows",
+    "peek_version",
     "rows_bytes",
     "well_formed",
 ]

@@ -17,6 +17,7 @@ GROUP = "hicache_mooncake.ssd_stores"
 
 _BUILT_IN = {
     "bucket": "hicache_mooncake.ssd.bucket:BucketStore",
+    "offset": "hicache_mooncake.ssd.offset:OffsetStore",
 }
 
 
