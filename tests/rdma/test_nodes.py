@@ -72,10 +72,13 @@ def test_auto_uses_it_where_both_have_it_and_heals_when_an_owner_comes_back(redi
             assert all(engine.check(pages))
             assert engine.stats()["rdma_read_pages"] == 8
             assert "pages move by RDMA" in reader.tail()
+            with Engine(reader.socket, staged=True) as copying:
+                assert all(copying.check(pages)), "through a staging area, registered when it is first used"
+                assert copying.stats()["rdma_read_pages"] == 16
             owner.kill()
             assert not any(engine.check(pages)), "misses, and soon"
             owner.start()
             with Engine(owner.socket) as writer:
                 writer.store(pages)
             eventually(lambda: all(engine.check(pages)), 20)
-            assert engine.stats()["rdma_read_pages"] >= 16
+            assert engine.stats()["rdma_read_pages"] >= 24

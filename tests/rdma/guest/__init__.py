@@ -26,7 +26,7 @@ CACHED = ROOT.parent / "shared" / "rdma" / "uml-linux.xz"
 
 NEEDED = {"busybox": "busybox-static", "ip": "iproute2", "rdma": "iproute2"}
 PASSED_ON = ("PYTHONPATH", "VIRTUAL_ENV", "CI", "HYPOTHESIS_PROFILE")
-MEMORY = "3G"
+MEMORY_MIB = 3072
 TIMEOUT = 900.0
 
 
@@ -56,6 +56,15 @@ def _library_folders() -> list[str]:
     return ["/usr/lib64", "/usr/lib", *map(str, Path("/usr/lib").glob("*-linux-gnu"))]
 
 
+def _memory_folder() -> str:
+    """Where the guest's memory is, which is a file: in memory too, unless a container has left too little there."""
+    try:
+        enough = shutil.disk_usage("/dev/shm").free >= MEMORY_MIB << 20
+    except OSError:
+        enough = False
+    return "/dev/shm" if enough else tempfile.gettempdir()
+
+
 def run(command: list[str], *, timeout: float = TIMEOUT) -> int:
     """Run a command in a guest, its output on ours; returns its status. Raises :class:`CannotRun`."""
     linux = kernel()
@@ -67,7 +76,7 @@ def run(command: list[str], *, timeout: float = TIMEOUT) -> int:
         Path(folder, "command").write_text("\n".join(lines) + "\n")
         arguments = [
             str(linux),
-            f"mem={MEMORY}",
+            f"mem={MEMORY_MIB}M",
             "root=/dev/root",
             "rootfstype=hostfs",
             "rootflags=/",
@@ -79,8 +88,7 @@ def run(command: list[str], *, timeout: float = TIMEOUT) -> int:
             "quiet",
             "loglevel=1",
         ]
-        # Its memory is a file: in memory too, or every page would go to a disk.
-        environment = {**os.environ, "TMPDIR": "/dev/shm"}
+        environment = {**os.environ, "TMPDIR": _memory_folder()}
         machine = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
         try:
             machine.wait(timeout)
