@@ -18,6 +18,8 @@ GROUP = "hicache_mooncake.ssd_stores"
 _BUILT_IN = {
     "bucket": "hicache_mooncake.ssd.bucket:BucketStore",
     "offset": "hicache_mooncake.ssd.offset:OffsetStore",
+    "file_per_key": "hicache_mooncake.ssd.file_per_key:FilePerKeyStore",
+    "shared": "hicache_mooncake.ssd.shared:SharedStore",
 }
 
 
