@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,6 +141,34 @@ def test_a_thousand_reads_cut_by_their_deadline_leave_the_memory_alone(
     del target
     print(f"{cut} of {turn} reads were cut, {touched} of them in the middle")
     assert touched > CUTS // 10
+
+
+def test_a_killed_node_writes_nothing_more(owner: RdmaTransport) -> None:
+    """What an engine falls back to when its node does not end a read: once the process is gone, so are its writes."""
+    segment, landing = Segment(8 * MIB), Landing(8 * MIB)
+    for index in range(8):
+        segment.put(f"ns:{index}:all", MIB)
+    target = np.frombuffer(landing.memory.view, np.uint8)
+    in_the_middle = 0
+    with owner.listen("127.0.0.1:0", "", segment, SECRET) as listener:
+        for turn in range(3):
+            fd = os.dup(landing.memory.fd)
+            command = [sys.executable, "-m", "tests.rdma.reading", str(fd), str(landing.memory.size), listener.address]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(fd,)) as child:
+                os.close(fd)
+                assert child.stdout is not None and child.stdout.readline() == b"reading\n"
+                time.sleep(0.1 + 0.013 * turn)
+                in_the_middle += segment.pinned > 0  # its pages are pinned for as long as it reads them
+                child.kill()
+                child.wait(10)
+            target[:] = 0x5A
+            time.sleep(0.3)
+            assert (target == 0x5A).all(), f"written after the process had ended (turn {turn})"
+            assert wait_for(lambda: segment.pinned == 0)
+    assert in_the_middle, "it was never killed while it read"
+    del target
+    landing.close()
+    segment.close()
 
 
 def test_a_reader_that_is_slow_loses_its_path_before_the_pins_go(
