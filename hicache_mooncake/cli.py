@@ -18,7 +18,7 @@ from hicache_mooncake import __version__
 from hicache_mooncake.config import Settings, default_text
 from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
 from hicache_mooncake.node.stopping import StopRequest
-from hicache_mooncake.operate import options
+from hicache_mooncake.operate import options, ssd_options
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     if given.command == "node":
         return _run_node(given)
-    from hicache_mooncake.operate import commands  # noqa: PLC0415 - --help and --version need none of it
-
     # What failed is printed by the command; the library's own warnings about it would say it again.
     logging.getLogger("hicache_mooncake").addHandler(logging.NullHandler())
     try:
+        if given.command == "ssd":
+            from hicache_mooncake.operate import ssd_commands  # noqa: PLC0415 - --help and --version need none of it
+
+            status, text = ssd_commands.run(given)
+            print(text)
+            return status
+        from hicache_mooncake.operate import commands  # noqa: PLC0415 - likewise
+
         return commands.run(given)
     except ConfigError as error:
         print(f"hicache-mooncake: {error}", file=sys.stderr)
@@ -62,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
             "--" + setting.name.replace("_", "-"), metavar="VALUE", help=what.replace("`", "").replace("%", "%%")
         )
     options.add_commands(commands)
+    ssd_options.add_commands(commands)
     return parser
 
 

@@ -368,6 +368,10 @@ class BucketStore(LocalStore):
     def compact(self, deadline: float) -> int:
         return compact(self, self._space, deadline)
 
+    def finish(self) -> None:
+        """Seal the bucket that is being filled."""
+        self._writer.finish()
+
     def move(self, batch: Sequence[StoreWrite], deadline: float) -> list[Result]:
         """Write objects that are held once more, into the current bucket, in place of where they lie now."""
         return self._writer.move(batch, deadline, self._removals)

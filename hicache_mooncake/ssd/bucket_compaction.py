@@ -30,7 +30,7 @@ def compact(store: BucketStore, space: BucketSpace, deadline: float) -> int:
         live = sum(padded(bucket.rows.sizes[row]) for row in store.live_rows(bucket))
         if bucket.sealed and live < WORTH_IT * bucket.disk and _move_out(store, bucket, deadline):
             store.drop_bucket(bucket)
-    store.flush()
+    store.finish()
     return max(0, before - store.usage().used)
 
 
