@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# build_kernel.sh TARGET: a User Mode Linux kernel with soft-RoCE, from Debian's kernel sources. Root, 12 minutes of CPU.
+# build_kernel.sh TARGET: a User Mode Linux kernel with soft-RoCE, from Debian's kernel sources. Root, 7 to 12 minutes of CPU.
 set -euo pipefail
 target=$(realpath -m "$1")
 config=$(realpath "$(dirname "$0")/kernel.config")
