@@ -115,7 +115,7 @@ class Figures:
         return self.good * self.requests / self.seconds if self.seconds else 0.0
 
 
-def figures(run: Run, limits: Limits = Limits()) -> Figures:
+def figures(run: Run, limits: Limits) -> Figures:
     """The figures of a run. Times and tokens are of the requests that were answered to the end."""
     answered = run.answered
     begin = min((row.due_s for row in run.rows), default=0.0)

@@ -1,0 +1,196 @@
+"""The commands of ``python -m benchmarks.multiturn``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.multiturn import wording
+from benchmarks.multiturn.charts import charts, svg, write_pngs
+from benchmarks.multiturn.convert import write_mooncake
+from benchmarks.multiturn.cost_profile import load_profile
+from benchmarks.multiturn.figures import Limits
+from benchmarks.multiturn.ideal import contents
+from benchmarks.multiturn.page import write_page
+from benchmarks.multiturn.replay import Endpoint, Options, replay
+from benchmarks.multiturn.report import Report, as_json, report
+from benchmarks.multiturn.results import read_run
+from benchmarks.multiturn.screen import ReplayProgress, show
+from benchmarks.multiturn.selection import add_arguments, vocabulary, workload_of
+from hicache_mooncake.errors import HiCacheMooncakeError
+
+_ABOUT = """Ask a server what traces of agents and conversations ask, and see what each cache tier brings to the time to
+the first token.
+
+  stats    what is in a trace, and what an endless cache would hit of it
+  replay   ask a running server (SGLang or any with an OpenAI API); writes a Parquet file
+  report   one or more of these files side by side: terminal, HTML page, PNGs
+  compare  two of them: ratios with 95 % intervals
+  convert  a trace as Mooncake JSONL"""
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run a command; errors that a user can mend are one line and exit status 1."""
+    given = _parser().parse_args(words)
+    try:
+        given.run(given)
+    except HiCacheMooncakeError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.multiturn", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    stats = commands.add_parser("stats", help="what is in a trace")
+    add_arguments(stats)
+    stats.add_argument("--json", action="store_true", help="for programs")
+    stats.set_defaults(run=_stats)
+
+    ask = commands.add_parser("replay", help="ask a server")
+    ask.add_argument("--url", required=True, help="the server, as in http://127.0.0.1:30000")
+    ask.add_argument("--out", type=Path, required=True, help="the Parquet file to write")
+    ask.add_argument("--name", default="", help="what to call this run in reports, as in L1+L2")
+    ask.add_argument("--api", choices=("sglang", "openai"), default="sglang", help="/generate or /v1/completions")
+    ask.add_argument("--model", default="", help="openai: the model's name (default: the first that the server lists)")
+    ask.add_argument("--api-key-file", type=Path, help="a file with the server's API key")
+    ask.add_argument(
+        "--pool-metrics", action="append", default=[], help="metrics page of a node of the pool; again for more"
+    )
+    ask.add_argument(
+        "--loop", choices=("open", "closed"), default="closed", help="by the trace's clock, or by think times"
+    )
+    ask.add_argument("--in-flight", type=int, default=4, help="requests at a time, at most (default 4)")
+    ask.add_argument("--at-a-time", type=int, default=0, help="closed loop: sessions at a time (default all)")
+    ask.add_argument(
+        "--rate", type=float, default=0.0, help="closed loop: requests a second, at most, at Poisson times"
+    )
+    ask.add_argument("--vocabulary", default="1000:30000", help="token ids that blocks become (default 1000:30000)")
+    ask.add_argument("--form", choices=("ids", "text"), default="ids", help="send blocks as token ids, or as text")
+    ask.add_argument("--output-tokens", type=int, default=0, help="tokens an answer, instead of the workload's")
+    ask.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take, retries and all")
+    ask.add_argument("--retries", type=int, default=2, help="tries more after errors that may pass")
+    ask.add_argument("--json", action="store_true", help="print the summary for programs")
+    add_arguments(ask)
+    ask.set_defaults(run=_replay)
+
+    for name, run, about in (
+        ("report", _report, "runs side by side"),
+        ("compare", _compare, "two runs, with intervals"),
+    ):
+        made = commands.add_parser(name, help=about)
+        made.add_argument("runs", type=Path, nargs="+" if name == "report" else 2, help="files that replay wrote")
+        made.add_argument("--ttft-limit", type=float, default=2.0, help="seconds to the first token of a good request")
+        made.add_argument("--tbt-limit", type=float, default=0.2, help="seconds between its tokens (default 0.2)")
+        made.add_argument("--profile", help="what prefill costs, by name or TOML file (default: fitted to the runs)")
+        made.add_argument("--json", type=Path, metavar="FILE", help="write everything for programs, - for stdout")
+        if name == "report":
+            made.add_argument("--out", type=Path, help="folder for report.html and the charts as PNG")
+        made.set_defaults(run=run)
+
+    change = commands.add_parser("convert", help="a trace as Mooncake JSONL")
+    add_arguments(change)
+    change.add_argument("--out", type=Path, required=True, help="the file to write")
+    change.add_argument("--block", type=int, default=512, help="tokens a block (default 512)")
+    change.set_defaults(run=_convert)
+    return parser
+
+
+def _stats(given: argparse.Namespace) -> None:
+    workload = workload_of(given, grouped=False)
+    with ReplayProgress("reading") as progress:
+        found = contents(workload, lambda read: progress(read, workload.requests, ""))
+    facts: dict[str, Any] = {
+        **asdict(found),
+        "block_hit_ratio": found.block_hit_ratio,
+        "token_hit_ratio": found.token_hit_ratio,
+        "notes": dict(workload.notes),
+    }
+    if given.json:
+        print(json.dumps({"workload": workload.name, **facts}, indent=1))
+        return
+    print(workload.name)
+    print(f"  {found.requests:,} requests of {found.sessions:,} sessions, {found.longest_session} turns at most")
+    print(
+        f"  {found.prompt_tokens:,} prompt tokens, {found.longest_prompt:,} at most, {found.tokens_unique:,} of them unique"
+    )
+    print(f"  {found.output_tokens:,} output tokens; arrivals over {found.seconds:,.0f} s")
+    hits = f"{found.block_hit_ratio:.1%} of blocks, {found.token_hit_ratio:.1%} of tokens"
+    print(f"  an endless cache hits {hits}")
+    for note, times in workload.notes.items():
+        print(f"  {note}: {times}")
+
+
+def _replay(given: argparse.Namespace) -> None:
+    workload = workload_of(given, grouped=given.loop == "closed")
+    key = given.api_key_file.read_text().strip() if given.api_key_file else ""
+    endpoint = Endpoint(given.url, given.api, given.model, key, tuple(given.pool_metrics))
+    options = Options(
+        loop=given.loop,
+        in_flight=given.in_flight,
+        sessions=given.at_a_time,
+        rate=given.rate,
+        vocabulary=vocabulary(given.vocabulary),
+        form=given.form,
+        output_tokens=given.output_tokens,
+        request_timeout=given.timeout,
+        retries=given.retries,
+    )
+    with ReplayProgress(given.name or workload.name) as progress:
+        done = replay(workload, endpoint, options, given.out, configuration=given.name, progress=progress)
+    if given.json:
+        print(json.dumps(asdict(done), default=str))
+        return
+    failed = f", {done.failed} failed" if done.failed else ""
+    retried = f", {done.retried} tried again" if done.retried else ""
+    print(f"{done.requests} requests in {done.seconds:.1f} s{failed}{retried}: {done.path}")
+
+
+def _made(given: argparse.Namespace) -> Report:
+    runs = [read_run(path) for path in given.runs]
+    profile = load_profile(given.profile) if given.profile else None
+    made = report(runs, Limits(given.ttft_limit, given.tbt_limit), profile)
+    if given.json:
+        content = json.dumps(as_json(made), indent=1)
+        if str(given.json) == "-":
+            print(content)
+        else:
+            given.json.write_text(content + "\n")
+    return made
+
+
+def _report(given: argparse.Namespace) -> None:
+    made = _made(given)
+    if str(given.json) != "-":
+        tables = [wording.overall(made), wording.ttft_by_turn(made), wording.hits_by_turn(made)]
+        show(made, [*tables, wording.benefits(made), wording.tier_traffic(made)])
+    if given.out:
+        drawn = charts(made)
+        write_pngs(drawn, given.out)
+        write_page(made, {name: svg(chart) for name, chart in drawn.items()}, given.out / "report.html")
+        print(f"{given.out / 'report.html'}", file=sys.stderr)
+
+
+def _compare(given: argparse.Namespace) -> None:
+    made = _made(given)
+    if str(given.json) == "-":
+        return
+    show(made, [wording.comparisons(made)])
+    found = made.columns[1].against_first
+    if found:
+        how = "compared pairwise" if found.paired else "not the same requests: compared as samples"
+        print(f"{found.pairs} requests in both runs, {how}; {found.answers_equal} answers equal")
+
+
+def _convert(given: argparse.Namespace) -> None:
+    written = write_mooncake(workload_of(given, grouped=False), given.out, given.block)
+    print(f"{written} requests: {given.out}")
