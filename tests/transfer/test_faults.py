@@ -196,7 +196,9 @@ def test_a_write_that_is_cut_stores_whole_pages_or_none(landing: Landing, after:
     ):
         peer.probe(soon(10))
         proxy.cut(after)
-        assert set(peer.write(batch, soon(20))) == {Outcome.FAILED}
+        outcomes = set(peer.write(batch, soon(20)))
+        # A reset may overtake the first byte: then nothing was answered, and all of it was sent again, by a new way.
+        assert outcomes == {Outcome.FAILED} or (after == 1 and outcomes == {Outcome.OK})
         assert wait_for(lambda: owner.rooms == 0)
         for key, page in owner.pages.items():
             assert joined(page.extents) == content(key, page.size)
