@@ -120,9 +120,8 @@ def _stats(given: argparse.Namespace) -> None:
         return
     print(workload.name)
     print(f"  {found.requests:,} requests of {found.sessions:,} sessions, {found.longest_session} turns at most")
-    print(
-        f"  {found.prompt_tokens:,} prompt tokens, {found.longest_prompt:,} at most, {found.tokens_unique:,} of them unique"
-    )
+    print(f"  {found.prompt_tokens:,} prompt tokens, {found.tokens_unique:,} of them unique")
+    print(f"  {found.longest_prompt:,} tokens in the longest prompt")
     print(f"  {found.output_tokens:,} output tokens; arrivals over {found.seconds:,.0f} s")
     hits = f"{found.block_hit_ratio:.1%} of blocks, {found.token_hit_ratio:.1%} of tokens"
     print(f"  an endless cache hits {hits}")
