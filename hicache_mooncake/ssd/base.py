@@ -37,8 +37,8 @@ class Outcome(IntEnum):
     CORRUPT = 3
     """Read: the bytes are not those of the checksum, or the file ends before them. The object has been dropped."""
     FAILED = 4
-    """The disk or file system refused, see ``Result.errno`` (EIO, EROFS, EACCES, ...). A read's object is dropped
-    here, but comes back at the next start if the disk does."""
+    """The disk or file system refused, see ``Result.errno`` (EIO, EROFS, EACCES, ...). A read's object is
+    dropped, so that it can be written again; a store may find it again at its next start."""
     TIMEOUT = 5
     """The deadline passed first."""
     FULL = 6
@@ -179,7 +179,8 @@ class SsdStore(ABC):
 
         ``recovered`` is given the entries in batches, from one thread at a time; they can be read from then on.
         ``progress`` is told how many files (or journal bytes) of how many are done. ``stopped`` is asked between them;
-        True ends the scan early. Writes are ``REFUSED`` until this has returned; reads miss what was not found yet.
+        True ends the scan, and the store is of no use but to be closed. Writes are ``REFUSED`` until this has returned;
+        reads miss what was not found yet.
 
         Raises ``ConfigError`` when the path cannot be used: not writable, locked by another process, another pool's,
         written by a newer version, or holding something else; ``Unavailable`` when the disk fails.

@@ -117,6 +117,8 @@ class BucketStore(LocalStore):
         except BaseException:
             self.close()
             raise
+        if stopped is not None and stopped():
+            return recovery
         self._gate.open()
         self._write_down_removals(rewrite=bool(self._removals.damaged) or self._removals.worn())
         return recovery
@@ -307,7 +309,7 @@ class BucketStore(LocalStore):
                 bucket.live -= 1
                 if for_good:
                     self._removals.add([(bucket.number, bucket.rows.offsets[position & _ROW_MASK])])
-                if not bucket.live and bucket.sealed:
+                if for_good and not bucket.live and bucket.sealed:
                     empty.append(bucket)
         if gone:
             self._tell(gone)

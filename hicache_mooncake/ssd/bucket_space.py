@@ -200,8 +200,10 @@ class BucketSpace:
     def seal(self, bucket: Bucket) -> None:
         """Finish a bucket that takes no more: its index is written. What fails is tried again later."""
         with self._lock:
-            if bucket.sealed or bucket.sealing or bucket.writers or bucket.number in self._removing:
+            if bucket.sealed or bucket.sealing or bucket.writers:
                 return
+            if bucket.number in self._removing or bucket.number not in self._buckets:
+                return  # it went to make room before its turn came
             bucket.sealing = True
             rows = bucket.rows
         try:

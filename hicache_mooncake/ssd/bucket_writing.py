@@ -61,8 +61,7 @@ class BucketWriter:
         results: list[Result | None] = [None] * len(batch)
         claimed = self._claim(batch, results)
         try:
-            batches = self._place(batch, claimed, results, deadline)
-            self._transfer(batch, batches, results, deadline, None)
+            self._write_placed(batch, claimed, results, deadline, None)
         finally:
             with self._lock:
                 self._claimed.difference_update(batch[index].key for index in claimed)
@@ -71,7 +70,7 @@ class BucketWriter:
     def move(self, batch: Sequence[StoreWrite], deadline: float, removals: Removals) -> list[Result]:
         """Objects that are held in another bucket; they are found in the new one from then on."""
         results: list[Result | None] = [None] * len(batch)
-        self._transfer(batch, self._place(batch, range(len(batch)), results, deadline), results, deadline, removals)
+        self._write_placed(batch, range(len(batch)), results, deadline, removals)
         return [result or Result(Outcome.FAILED) for result in results]
 
     def finish(self) -> None:
@@ -95,64 +94,62 @@ class BucketWriter:
                     mine.append(index)
         return mine
 
-    def _place(
-        self, batch: Sequence[StoreWrite], items: Sequence[int], results: list[Result | None], deadline: float
-    ) -> list[Batch]:
-        """Set aside space for objects, in as many buckets as it takes."""
-        batches: list[Batch] = []
-        waiting = list(items)
-        full: list[Bucket] = []
-        with self._placing:
-            while waiting:
-                bucket = self._space.current
-                fitting = plan(bucket, batch, waiting, self._space.bucket_size, self._key_limit) if bucket else 0
-                if not bucket or not fitting:
-                    retired = self._space.retire()
-                    if retired is not None:
-                        full.append(retired)
-                    try:
-                        victims = self._space.begin(deadline, self._invisible)
-                    except OSError as error:
-                        for index in waiting:
-                            results[index] = failure(error.errno or 0)
-                        break
-                    self._evicted(victims)
-                    continue
-                with self._lock:
-                    if bucket.closed:  # another thread's write to it has just failed
-                        continue
-                    bucket.writers += 1
-                chosen, waiting = waiting[:fitting], waiting[fitting:]
-                offsets, payload, end = lay_out(batch, chosen, bucket.end)
-                head = batch_frame(
-                    payload, rows=fitting, bucket=bucket.number, owner=self._space.owner, place=bucket.end
-                )
-                batches.append(Batch(bucket, bucket.end, head, chosen, offsets))
-                bucket.end = end
-                bucket.planned += fitting
-        for bucket in full:
-            self._space.seal(bucket)
-        return batches
-
-    def _transfer(
+    def _write_placed(
         self,
         batch: Sequence[StoreWrite],
-        batches: Sequence[Batch],
+        items: Sequence[int],
         results: list[Result | None],
         deadline: float,
         removals: Removals | None,
     ) -> None:
-        """Write placed batches and make their objects visible."""
-        done = 0
-        try:
-            with self._scratch.filled([placed.head for placed in batches]) as heads:
-                for placed, head in zip(batches, heads, strict=True):
+        """Bucket by bucket: what is written already can make room for what comes, however large the batch is."""
+        waiting = list(items)
+        while waiting:
+            try:
+                placed = self._place(batch, waiting, deadline)
+            except OSError as error:
+                for index in waiting:
+                    results[index] = failure(error.errno or 0)
+                return
+            waiting = waiting[len(placed.items) :]
+            shown = False
+            try:
+                with self._scratch.filled([placed.head]) as [head]:
                     self._write_batch(batch, placed, head, results, deadline)
-                    self._show(batch, placed, results, removals)
-                    done += 1
+                shown = True
+                self._show(batch, placed, results, removals)
+            finally:
+                if not shown:
+                    self._space.wrote(placed.bucket, broken=True)
+
+    def _place(self, batch: Sequence[StoreWrite], waiting: Sequence[int], deadline: float) -> Batch:
+        """Set aside space for as many of the waiting objects as fit in one bucket. Raises ``OSError``."""
+        full: list[Bucket] = []
+        try:
+            with self._placing:
+                while True:
+                    bucket = self._space.current
+                    fitting = plan(bucket, batch, waiting, self._space.bucket_size, self._key_limit) if bucket else 0
+                    if not bucket or not fitting:
+                        retired = self._space.retire()
+                        if retired is not None:
+                            full.append(retired)
+                        self._evicted(self._space.begin(deadline, self._invisible))
+                        continue
+                    with self._lock:
+                        if bucket.closed:  # another thread's write to it has just failed
+                            continue
+                        bucket.writers += 1
+                    chosen, place = waiting[:fitting], bucket.end
+                    offsets, payload, bucket.end = lay_out(batch, chosen, place)
+                    bucket.planned += fitting
+                    head = batch_frame(
+                        payload, rows=fitting, bucket=bucket.number, owner=self._space.owner, place=place
+                    )
+                    return Batch(bucket, place, head, chosen, offsets)
         finally:
-            for placed in batches[done:]:
-                self._space.wrote(placed.bucket, broken=True)
+            for bucket in full:
+                self._space.seal(bucket)
 
     def _write_batch(
         self, batch: Sequence[StoreWrite], placed: Batch, head: Extent, results: list[Result | None], deadline: float

@@ -31,6 +31,7 @@ from hicache_mooncake.ssd.base import (
     Usage,
 )
 from hicache_mooncake.ssd.checked import Located, failure, read_objects, write_result
+from hicache_mooncake.ssd.file_scan import scan_folder
 from hicache_mooncake.ssd.frames import well_formed
 from hicache_mooncake.ssd.io_base import ALIGNMENT, DiskIO, Transfer
 from hicache_mooncake.ssd.local import LocalStore
@@ -38,13 +39,11 @@ from hicache_mooncake.ssd.object_file import (
     LONGEST_NAME,
     TEMPORARY,
     Head,
-    decode_head,
     encode_head,
     file_name,
     folder,
     folders,
     footprint,
-    key_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -105,9 +104,10 @@ class FilePerKeyStore(LocalStore):
         except BaseException:
             self.close()
             raise
-        self._gate.open()
         recovery.entries = len(self._objects)
         recovery.seconds = time.monotonic() - started
+        if stopped is None or not stopped():
+            self._gate.open()
         return recovery
 
     def _scan(
@@ -124,7 +124,7 @@ class FilePerKeyStore(LocalStore):
         def load(name: str) -> tuple[list[tuple[float, Entry]], dict[str, int]]:
             if stopped is not None and stopped():
                 return [], {}
-            return _scan_folder(os.path.join(self.config.path, name), self._owner, wipe=wipe)
+            return scan_folder(os.path.join(self.config.path, name), self._owner, wipe=wipe)
 
         found: list[tuple[float, Entry]] = []
         with ThreadPoolExecutor(max(1, self.config.recovery_threads), "ssd-recovery") as pool:
@@ -278,9 +278,8 @@ class FilePerKeyStore(LocalStore):
                 self._read_files(batch, pinned, results, deadline)
             finally:
                 self._unpin([batch[index].key for index, _ in pinned])
-            for outcome, for_good in ((Outcome.CORRUPT, True), (Outcome.FAILED, False)):
-                lost = [(batch[index].key, found) for index, found in pinned if results[index].outcome is outcome]
-                self._drop(lost, for_good=for_good)
+            lost = (Outcome.CORRUPT, Outcome.FAILED)
+            self._drop([(batch[index].key, found) for index, found in pinned if results[index].outcome in lost])
         self._count_results("read", results)
         return results
 
@@ -335,26 +334,22 @@ class FilePerKeyStore(LocalStore):
                 return 0
             with self._lock:
                 held = [(key, self._objects[key]) for key in dict.fromkeys(keys) if key in self._objects]
-            return self._drop(held, for_good=True)
+            return self._drop(held)
 
-    def _drop(self, objects: Sequence[tuple[str, tuple[int, int]]], *, for_good: bool) -> int:
-        """1. Invisible, 2. forgotten in Redis, 3. the file goes with its last reader; not ``for_good``: it stays."""
+    def _drop(self, objects: Sequence[tuple[str, tuple[int, int]]]) -> int:
+        """1. Invisible, 2. forgotten in Redis, 3. the file goes with its last reader."""
         gone: list[tuple[str, int]] = []
         with self._lock:
             for key, found in objects:
                 if self._objects.get(key) == found:
                     del self._objects[key]
                     gone.append((key, found[0]))
-                    if for_good:
-                        self._leaving[key] = found[0]
-                    else:
-                        self._used -= footprint(found[0])
+                    self._leaving[key] = found[0]
         if gone:
             self._tell([key for key, _ in gone])
-            if for_good:
-                with self._lock:
-                    unread = [key for key, _ in gone if key not in self._readers_of]
-                self._unlink(unread)
+            with self._lock:
+                unread = [key for key, _ in gone if key not in self._readers_of]
+            self._unlink(unread)
         return len(gone)
 
     def _unlink(self, keys: Sequence[str]) -> None:
@@ -384,7 +379,7 @@ class FilePerKeyStore(LocalStore):
                 if key not in self._readers_of:
                     victims.append((key, found))
                     excess -= footprint(found[0])
-        self._count("evicted", self._drop(victims, for_good=True))
+        self._count("evicted", self._drop(victims))
 
     def flush(self) -> None:
         with self._gate.inside() as entered:
@@ -392,54 +387,3 @@ class FilePerKeyStore(LocalStore):
                 with self._lock:
                     stuck = [key for key in self._leaving if key not in self._readers_of]
                 self._unlink(stuck)
-
-
-def _scan_folder(path: str, owner: bytes, *, wipe: bool) -> tuple[list[tuple[float, Entry]], dict[str, int]]:
-    """The whole files of a first-level folder, with the time they were written, and what was removed, by cause."""
-    found: list[tuple[float, Entry]] = []
-    dropped: dict[str, int] = {}
-
-    def drop(file: str, cause: str) -> None:
-        dropped[cause] = dropped.get(cause, 0) + 1
-        with contextlib.suppress(OSError):
-            os.unlink(file)
-
-    for second in folders():
-        try:
-            names = os.listdir(os.path.join(path, second))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        for name in names:
-            file = os.path.join(path, second, name)
-            key = key_of(name)
-            if name.endswith(TEMPORARY):
-                drop(file, "unfinished")
-            elif wipe:
-                drop(file, "older_format")
-            elif key is not None:
-                entry = _look_at(file, key, owner)
-                if isinstance(entry, str):
-                    drop(file, entry)
-                else:
-                    found.append(entry)
-    return found, dropped
-
-
-def _look_at(file: str, key: str, owner: bytes) -> tuple[float, Entry] | str:
-    """The entry of a file and when it was written, or why it does not count."""
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return "unreadable"
-    try:
-        status = os.fstat(descriptor)
-        head = decode_head(os.pread(descriptor, ALIGNMENT, 0), owner)
-    except OSError:
-        return "unreadable"
-    finally:
-        os.close(descriptor)
-    if head is None or head.key != key:
-        return "damaged_head"
-    if status.st_size < ALIGNMENT + head.size:
-        return "torn"
-    return status.st_mtime, Entry(head.key, head.size, head.checksum)

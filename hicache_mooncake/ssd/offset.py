@@ -77,7 +77,7 @@ class OffsetStore(LocalStore):
         except OSError as error:
             raise directory.refusal(self.config.path, error) from error
         try:
-            found = recover(device, self.config, self.io, self.hooks, self._scratch, progress, stopped)
+            found = recover(device, self.config, self.io, self.hooks, self._scratch, progress)
         except OSError as error:
             device.close()
             raise directory.refusal(self.config.path, error) from error
@@ -307,13 +307,13 @@ class OffsetStore(LocalStore):
                         results[index] = result
             finally:
                 self._unpin(pinned)
-            for outcome, for_good in ((Outcome.CORRUPT, True), (Outcome.FAILED, False)):
-                lost = [
+            self._drop(
+                [
                     (batch[index].key, found)
                     for index, found in zip(chosen, pinned, strict=True)
-                    if results[index].outcome is outcome
+                    if results[index].outcome in (Outcome.CORRUPT, Outcome.FAILED)
                 ]
-                self._drop(lost, for_good=for_good)
+            )
         self._count_results("read", results)
         return results
 
@@ -345,13 +345,10 @@ class OffsetStore(LocalStore):
                 return 0
             with self._lock:
                 held = [(key, self._objects[key]) for key in dict.fromkeys(keys) if key in self._objects]
-            return self._drop(held, for_good=True)
+            return self._drop(held)
 
-    def _drop(self, objects: Sequence[tuple[str, Stored]], *, for_good: bool = True) -> int:
-        """1. Invisible, 2. forgotten in Redis, 3. in the journal, 4. the space is free with the last reader.
-
-        Not ``for_good``: what the disk would not give is not told to the journal. Its space stays as it is until then.
-        """
+    def _drop(self, objects: Sequence[tuple[str, Stored]]) -> int:
+        """1. Invisible, 2. forgotten in Redis, 3. in the journal, 4. the space is free with the last reader."""
         gone: list[tuple[str, Stored]] = []
         with self._lock:
             for key, found in objects:
@@ -364,8 +361,7 @@ class OffsetStore(LocalStore):
         self._tell([key for key, _ in gone])
         with self._lock:
             self._unfreed += [found for _, found in gone]
-        if for_good:
-            self._write_down_freed()
+        self._write_down_freed()
         return len(gone)
 
     def _write_down_freed(self) -> None:

@@ -130,11 +130,10 @@ class Journal:
         self,
         read: Callable[[int, int], bytes],
         progress: Callable[[int, int], None] | None,
-        stopped: Callable[[], bool] | None,
     ) -> dict[str, Stored]:
         """What the journal says is there, in the order it was written. ``read`` gives bytes at an offset.
 
-        Frames are appended behind the last one found from then on. Raises ``OSError``.
+        Frames are appended behind the last one found from then on, so it is never left half-way. Raises ``OSError``.
         """
         objects: dict[str, Stored] = {}
         key_at: dict[int, str] = {}
@@ -142,7 +141,7 @@ class Journal:
         start, end = geometry.journal_start, geometry.journal_start + geometry.area
         window = _Window(read, end)
         at = start
-        while at < end and not (stopped is not None and stopped()):
+        while at < end:
             frame = self._frame_at(window, at)
             if frame is None:
                 found = self._next_frame(window, at, end)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hicache_mooncake.allocator import ExtentAllocator
+from hicache_mooncake.errors import ConfigError
 from hicache_mooncake.ssd.base import Hooks, Recovery, StoreConfig
 from hicache_mooncake.ssd.io_base import DiskIO
 from hicache_mooncake.ssd.local import Scratch
@@ -29,7 +30,6 @@ def recover(
     hooks: Hooks,
     scratch: Scratch,
     progress: Callable[[int, int], None] | None,
-    stopped: Callable[[], bool] | None,
 ) -> Recovered:
     """What is stored on an open device; a checkpoint is written when the journal was damaged or the size changed.
 
@@ -43,8 +43,10 @@ def recover(
     journal = Journal(io, device.descriptor, geometry, device.owner, scratch, hooks, sync=config.sync)
     objects: dict[str, Stored] = {}
     if known is not None:
-        objects = journal.replay(device.read, progress, stopped)
+        objects = journal.replay(device.read, progress)
     resized = Geometry(device.size, geometry.area, geometry.epoch, config.pool, config.node)
+    if not resized.data_size:
+        raise ConfigError("ssd_size", device.size, "it has no room beside the journal", hint="more, or a larger device")
     bad = without_overlaps(objects, resized.data_size)
     for key in bad:
         del objects[key]

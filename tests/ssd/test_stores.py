@@ -377,6 +377,55 @@ def test_a_file_that_cannot_be_removed_does_not_stop_the_rest(
         assert not oldest.exists()
 
 
+def test_a_scan_that_is_stopped_takes_no_writes(path: Path, io: ThreadIO, pages: Pages) -> None:
+    with make("bucket", path, io) as store:
+        store.open()
+        write_all(store, pages, range(100))
+    with make("bucket", path, io) as store:
+        store.open(stopped=lambda: True)
+        assert store.write(pages.batch([200]), soon())[0].outcome is Outcome.REFUSED
+    with make("bucket", path, io) as store:
+        assert store.open().entries == 100
+
+
+def test_objects_of_a_bucket_that_could_not_be_read_come_back(path: Path, pages: Pages) -> None:
+    with HeldIO() as io, make("bucket", path, io) as store:
+        store.open()
+        write_all(store, pages, range(100))
+        io.fail_reads = errno.EIO
+        assert set(pages.read(store, [*range(100)]).values()) == {Outcome.FAILED}
+    with ThreadIO() as io, make("bucket", path, io) as store:
+        assert store.open().entries == 100
+        assert set(pages.read(store, [*range(100)]).values()) == {OK}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bucket", "offset", "file_per_key"])
+def test_another_capacity_than_before(name: str, path: Path, io: ThreadIO, pages: Pages) -> None:
+    for capacity in (16, 8, 24, 4):
+        with make(name, path, io, capacity=capacity << 20) as store:
+            store.open()
+            assert set(write_all(store, pages, range(capacity * 16))) <= {OK, Outcome.HELD, Outcome.FULL}
+            held = [n for n in range(600) if store.contains([key_of(n)])[0]]
+            assert len(held) * PAGE > capacity << (18 if name == "file_per_key" else 19)  # folders stay
+            assert set(pages.read(store, held).values()) == {OK}
+            assert disk_usage(path) <= (capacity << 20) + (2 << 20)
+
+
+def test_an_offset_journal_that_is_full_is_written_anew(path: Path, io: ThreadIO, pages: Pages) -> None:
+    with make("offset", path, io, capacity=2 << 20) as store:
+        store.open()
+        batches = [pages.write(n, 4096) for n in range(300)]
+        for _ in range(3):
+            for item in batches[:100]:
+                assert store.write([item], soon())[0].outcome is OK
+            store.remove([item.key for item in batches[:100]])
+        assert store.counters()["checkpoints"] >= 2
+        assert store.write(batches[100:200], soon())[0].outcome is OK
+    with make("offset", path, io, capacity=2 << 20) as store:
+        assert store.open().entries == 100
+
+
 def test_a_store_of_another_package_and_names_that_nobody_has() -> None:
     assert set(registry.names()) >= {"bucket", "file_per_key", "offset", "shared"}
     with pytest.raises(ConfigError, match="bucket, file_per_key"):
