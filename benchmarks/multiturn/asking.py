@@ -57,6 +57,13 @@ class Options:
     retries: int = 2
     seed: int = 1
 
+    def __post_init__(self) -> None:
+        for name, least in (("in_flight", 1), ("sessions", 0), ("rate", 0), ("output_tokens", 0), ("retries", 0)):
+            value = getattr(self, name)
+            if not least <= value < float("inf"):
+                raise ConfigError(name, value, f"{least} at least")
+        Vocabulary(*self.vocabulary)
+
 
 class History:
     """What a session has said and heard so far, as token ids or as text."""
@@ -101,8 +108,6 @@ class Asking:
         requests: int | None,
         progress: Callable[[int, int | None, str], None] | None,
     ) -> None:
-        if options.in_flight < 1:
-            raise ConfigError("in flight", options.in_flight, "1 at least")
         self.options = options
         self.done = self.failed = self.retried = 0
         self._client = client

@@ -97,26 +97,29 @@ async def replay_async(
             interrupted = False
         finally:
             seconds = asked.now()
-            grown_by = {} if interrupted else grown(before, await client.counters())
-            pool = {} if interrupted else grown(pool_before, await _summed(client, endpoint.pool_metrics))
-            writer.close(
-                {
-                    "workload": {"name": workload.name, **workload.settings, "notes": dict(workload.notes)},
-                    "configuration": configuration,
-                    "clock": "due" if options.loop == "open" else "sent",
-                    "started": started,
-                    "seconds": seconds,
-                    "interrupted": interrupted,
-                    "options": asdict(options),
-                    "endpoint": {"url": endpoint.url, "api": endpoint.api, "model": client.model},
-                    "server": server,
-                    "metrics": grown_by,
-                    "pool": pool,
-                    "versions": versions(),
-                    "machine": machine(),
-                    **(metadata or {}),
-                }
-            )
+            if interrupted and not writer.rows:
+                writer.abandon()
+            else:
+                grown_by = {} if interrupted else grown(before, await client.counters())
+                pool = {} if interrupted else grown(pool_before, await _summed(client, endpoint.pool_metrics))
+                writer.close(
+                    {
+                        "workload": {"name": workload.name, **workload.settings, "notes": dict(workload.notes)},
+                        "configuration": configuration,
+                        "clock": "due" if options.loop == "open" else "sent",
+                        "started": started,
+                        "seconds": seconds,
+                        "interrupted": interrupted,
+                        "options": asdict(options),
+                        "endpoint": {"url": endpoint.url, "api": endpoint.api, "model": client.model},
+                        "server": server,
+                        "metrics": grown_by,
+                        "pool": pool,
+                        "versions": versions(),
+                        "machine": machine(),
+                        **(metadata or {}),
+                    }
+                )
     return Summary(out, asked.done, asked.failed, asked.retried, seconds)
 
 

@@ -29,7 +29,7 @@ class ReplayProgress:
     def __init__(self, what: str) -> None:
         self._what = what
         self._bar: Progress | None = None
-        self._said = 0.0
+        self._said = os.times().elapsed
         if sys.stderr.isatty():
             columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
             self._bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)

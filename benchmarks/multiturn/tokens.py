@@ -68,7 +68,7 @@ class Vocabulary:
         size = blocks.size
         if size < self.digits and len(blocks.ids) > 1:
             allowed = f"at least {self.digits} with {self.size} token ids, or blocks could have the same tokens"
-            raise ConfigError("block tokens", size, allowed, hint="--block-tokens, or a larger --vocabulary")
+            raise ConfigError("block tokens", size, allowed, hint="a larger --token-scale or --vocabulary")
         with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
             ids = np.array([number & _MASK for number in blocks.ids], np.uint64)
             keys = _mix(_mix(ids) ^ np.uint64(_space_key(blocks.space)))[:, None]

@@ -186,3 +186,22 @@ def test_an_interrupted_run_keeps_what_it_has(server: SGLangServer, tmp_path: Pa
     asyncio.run(interrupted())
     run = read_run(tmp_path / "i.parquet")
     assert run.metadata["interrupted"] and 0 < len(run.rows) < 50
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_a_workload_that_cannot_be_sent_leaves_no_file(server: SGLangServer, tmp_path: Path) -> None:
+    workload = shape.shrunk(Workload("w", lambda: iter([Session("s", (_short_blocks(),))])), 0.1)
+    with pytest.raises(ConfigError, match="block tokens"):
+        replay(workload, Endpoint(server.url), Options(vocabulary=WORDS), tmp_path / "x.parquet")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _short_blocks() -> Turn:
+    return Turn(1, (Blocks("s", (1, 2, 3), 32, 96),), 1)
+
+
+def test_options_that_cannot_work_are_refused_before_anything_starts() -> None:
+    for wrong in ({"in_flight": 0}, {"retries": -1}, {"rate": float("nan")}, {"vocabulary": (5, 5)}):
+        with pytest.raises(ConfigError):
+            Options(**wrong)  # type: ignore[arg-type]
