@@ -355,6 +355,7 @@ def test_a_full_and_a_read_only_file_system(name: str, path: Path, io: ThreadIO,
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bucket", "file_per_key", "shared"])
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("chattr") is None, reason="chattr needs root")
 def test_a_file_that_cannot_be_removed_does_not_stop_the_rest(
@@ -426,7 +427,28 @@ def test_an_offset_journal_that_is_full_is_written_anew(path: Path, io: ThreadIO
         assert store.open().entries == 100
 
 
-def test_a_store_of_another_package_and_names_that_nobody_has() -> None:
-    assert set(registry.names()) >= {"bucket", "file_per_key", "offset", "shared"}
+def test_a_store_of_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Path, io: ThreadIO, pages: Pages
+) -> None:
+    (tmp_path / "elsewhere.py").write_text(
+        "from hicache_mooncake.ssd.file_per_key import FilePerKeyStore\n"
+        "class Mine(FilePerKeyStore):\n    name = 'mine'\n"
+        "class NoStore:\n    pass\n"
+    )
+    info = tmp_path / "elsewhere-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[hicache_mooncake.ssd_stores]\nmine = elsewhere:Mine\nnone = elsewhere:NoStore\ngone = elsewhere:Gone\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert set(registry.names()) == {"bucket", "file_per_key", "offset", "shared", "mine", "none", "gone"}
+    with make("mine", path, io) as store:
+        store.open()
+        assert write_all(store, pages, range(4)) == [OK] * 4
+    with pytest.raises(ConfigError, match="is no SsdStore"):
+        registry.store_class("none")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        registry.store_class("gone")
     with pytest.raises(ConfigError, match="bucket, file_per_key"):
         registry.store_class("floppy")
