@@ -53,7 +53,7 @@ def counters(page: str) -> dict[str, float]:
     """Counters of a Prometheus page by name, summed over their labels; and by source, operation and result, where they
     have such labels.
 
-    >>> counters('sglang:cached_tokens_total{cache_source="host",tp_rank="0"} 5.0\nother_total 1.0\n')
+    >>> counters('sglang:cached_tokens_total{cache_source="host",tp_rank="0"} 5.0')
     {'sglang:cached_tokens_total': 5.0, 'sglang:cached_tokens_total{host}': 5.0}
     """
     found: dict[str, float] = {}

@@ -43,13 +43,13 @@ def rate(value: float) -> str:
 def size(value: float | None) -> str:
     """
     >>> size(1.5e9), size(20_000), size(0.0)
-    ('1.50 GB', '20.0 kB', '0')
+    ('1.5 GB', '20 kB', '0')
     """
     if value is None:
         return NOTHING
     for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= of:
-            return f"{value / of:.3g} {unit}" if value < 10 * of or value >= 100 * of else f"{value / of:.1f} {unit}"
+            return f"{value / of:.3g} {unit}"
     return f"{value:.0f} B" if value else "0"
 
 

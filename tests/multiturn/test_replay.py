@@ -204,4 +204,4 @@ def _short_blocks() -> Turn:
 def test_options_that_cannot_work_are_refused_before_anything_starts() -> None:
     for wrong in ({"in_flight": 0}, {"retries": -1}, {"rate": float("nan")}, {"vocabulary": (5, 5)}):
         with pytest.raises(ConfigError):
-            Options(**wrong)  # type: ignore[arg-type]
+            Options(**wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 from collections import Counter
 
 import numpy as np
@@ -91,3 +93,9 @@ def test_time_load_and_token_scales() -> None:
     assert contents(shape.limited(multiturn(5, 4, 64), requests=6)).requests == 6
     with pytest.raises(ConfigError, match="time scale"):
         shape.timed(many, 0)
+
+
+@pytest.mark.parametrize("name", ["workload", "tokens", "provenance", "wording", "readers.threads"])
+def test_examples_in_the_code_are_true(name: str) -> None:
+    tried = doctest.testmod(importlib.import_module(f"benchmarks.multiturn.{name}"))
+    assert tried.attempted > 0 and not tried.failed
