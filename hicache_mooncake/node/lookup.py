@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hicache_mooncake.errors import Unavailable
 from hicache_mooncake.metadata.records import ObjectRecord
@@ -66,20 +66,26 @@ class Lookup:
         """For each key the usable nodes that hold it; nobody where Redis does not answer."""
         try:
             records = self._sync.lookup(keys)
-            self._look_after(keys, records)
+            # Pages of one batch mostly have the same holders, and then the very same record.
+            distinct = {id(record): record for record in records if record is not None}
+            self._look_after(keys, records, distinct.values())
         except Unavailable:
             self._counters.add(directory_errors=1)
             return [[] for _ in keys]
+        if not distinct:
+            return [()] * len(keys)
         usable = self._peers.usable()
-        # Pages of one batch mostly have the same holders, and then the very same record.
-        distinct = {id(record): record for record in records}
-        nodes = {number: self._peers.holders(record, usable) for number, record in distinct.items()}
-        return [nodes[id(record)] for record in records]
+        nodes: dict[int, Sequence[str]] = {
+            number: self._peers.holders(record, usable) for number, record in distinct.items()
+        }
+        return [nodes.get(id(record), ()) for record in records]
 
-    def _look_after(self, keys: Sequence[str], records: Sequence[ObjectRecord | None]) -> None:
+    def _look_after(
+        self, keys: Sequence[str], records: Sequence[ObjectRecord | None], distinct: Collection[ObjectRecord]
+    ) -> None:
         """What the records tell besides: nodes that we have not met, and pages that we are wrongly said to hold."""
         own = self._sync.holder
-        words = {word for record in {id(r): r for r in records if r is not None}.values() for word in record.holders}
+        words = {word for record in distinct for word in record.holders}
         self._sync.refresh_unknown({word.partition("/")[0] for word in words if word != own and "~" in word})
         if own in words:
             self._sync.believed_held(

@@ -29,6 +29,9 @@ class RecentHolders:
         """Remember those that somebody holds."""
         with self._lock:
             self._turn()
+            if len(keys) <= self._limit - len(self._young) and all(holders):
+                self._young.update(zip(keys, holders, strict=True))
+                return
             for key, nodes in zip(keys, holders, strict=True):
                 if nodes and len(self._young) < self._limit:  # of a longer query its front: that is fetched first
                     self._young[key] = nodes
