@@ -41,6 +41,8 @@ def main(words: Sequence[str] | None = None) -> None:
         given.run(given)
     except HiCacheMooncakeError as error:
         sys.exit(f"error: {error}")
+    except OSError as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
 
@@ -51,12 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    stats = commands.add_parser("stats", help="what is in a trace")
+    stats = commands.add_parser("stats", help="what is in a trace", usage="%(prog)s [--trace FILE] [...]")
     add_arguments(stats)
     stats.add_argument("--json", action="store_true", help="for programs")
     stats.set_defaults(run=_stats)
 
-    ask = commands.add_parser("replay", help="ask a server")
+    ask = commands.add_parser("replay", help="ask a server", usage="%(prog)s --url URL --out FILE [...]")
     ask.add_argument("--url", required=True, help="the server, as in http://127.0.0.1:30000")
     ask.add_argument("--out", type=Path, required=True, help="the Parquet file to write")
     ask.add_argument("--name", default="", help="what to call this run in reports, as in L1+L2")

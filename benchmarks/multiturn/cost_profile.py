@@ -114,9 +114,7 @@ def of(content: dict[str, Any], source: str) -> Profile:
     fields = {field.name: field for field in dataclasses.fields(Profile)}
     for name, value in content.items():
         if name not in fields:
-            raise ConfigError(
-                name, value, "is not a field of a profile", hint=f"known: {', '.join(fields)}"
-            )
+            raise ConfigError(name, value, "is not a field of a profile", hint=f"known: {', '.join(fields)}")
         text = fields[name].type == "str"
         if isinstance(value, str) != text or isinstance(value, bool):
             raise ConfigError(f"{source}: {name}", value, "should be text" if text else "should be a number")
