@@ -355,7 +355,9 @@ def test_a_file_system_that_turns_read_only(name: str, path: Path, io: ThreadIO,
         file.truncate(96 << 20)
     subprocess.run(["mkfs.ext4", "-q", "-e", "remount-ro", str(image)], check=True)
     path.mkdir()
-    if subprocess.run(["mount", "-o", "loop,errors=remount-ro", str(image), str(path)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-o", "loop,errors=remount-ro", str(image), str(path)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("no loop device")
     try:
         with make(name, path, io) as store:
