@@ -62,8 +62,8 @@ _TEXT = "text"
 _NAME_ALLOWED = "1 to 64 of `A-Z a-z 0-9 _ . -`"
 _SECONDS_ALLOWED = "seconds, `500ms`, `5s`"
 _SIZE_ALLOWED = "bytes, `512MiB`, `4gb`"
-_SSD_NOT_YET = "this build has no SSD tier yet"
 _SSD_DETAILS = ("ssd_path", "ssd_size", "ssd_store")
+_SHARE = values.within(values.number, 0.05, 1.0, "0.05 to 1 is expected")
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,20 +218,81 @@ class Settings:
         _SECONDS_ALLOWED,
         "How long a node that was started for you outlives its last user.",
     )
-    enable_ssd_offload: bool = _setting(False, values.flag, "`true`, `false`", f"The SSD tier; {_SSD_NOT_YET}.")
-    ssd_path: str = _setting("", values.file_path, "absolute path", f"Directory of the SSD tier; {_SSD_NOT_YET}.")
+    enable_ssd_offload: bool = _setting(
+        False, values.flag, "`true`, `false`", "The SSD tier below the segment. On when `ssd_path` is given."
+    )
+    ssd_path: str = _setting(
+        "",
+        values.file_path,
+        "absolute path",
+        "Directory of the SSD tier; for the store `offset` also a file or device.",
+    )
     ssd_size: int = _setting(
         0,
         _size(0, 1 << 60, "a size is expected"),
         _SIZE_ALLOWED,
-        f"Capacity of the SSD tier; {_SSD_NOT_YET}.",
+        "Real bytes on disk that the SSD tier takes at most. 0: nine tenths of what is free there at start.",
     )
-    ssd_store: str = _setting("bucket", values.name, _NAME_ALLOWED, f"Layout of the SSD tier; {_SSD_NOT_YET}.")
+    ssd_store: str = _setting(
+        "bucket",
+        values.name,
+        _NAME_ALLOWED,
+        "How objects lie on disk: `bucket`, `offset`, `file_per_key`, `shared`, or an installed package's store.",
+    )
+    ssd_io: str = _setting(
+        "auto",
+        values.choice("auto", "io_uring", "threads"),
+        "`auto`, `io_uring`, `threads`",
+        "How the disk is spoken to.",
+    )
+    ssd_queue_depth: int = _setting(
+        64,
+        values.within(values.integer, 1, 4096, "1 to 4096 is expected"),
+        "1 to 4096",
+        "Requests that a thread has at the disk at a time.",
+    )
+    ssd_high_watermark: float = _setting(
+        0.95, _SHARE, "0.05 to 1", "Used part of `ssd_size` above which objects are removed from disk."
+    )
+    ssd_low_watermark: float = _setting(0.90, _SHARE, "0.05 to 1", "Used part of `ssd_size` down to which they are.")
+    ssd_eviction: str = _setting(
+        "fifo", values.choice("fifo", "lru"), "`fifo`, `lru`", "Which buckets go first. Other stores always use `lru`."
+    )
+    ssd_fsync: bool = _setting(
+        False, values.flag, "`true`, `false`", "Whether objects survive a loss of power, not only of the process."
+    )
+    ssd_staging: int = _setting(
+        64 << 20,
+        _size(1 << 20, 1 << 40, "1 MiB to 1 TiB is expected"),
+        _SIZE_ALLOWED,
+        "DRAM beside the segment through which pages of the SSD pass.",
+    )
     offload: str = _setting(
-        "off",
-        values.choice("off", "on_evict", "eager"),
-        "`off`",
-        f"When pages go to SSD; {_SSD_NOT_YET}.",
+        "eager",
+        values.choice("eager", "on_evict", "off"),
+        "`eager`, `on_evict`, `off`",
+        "When pages go to SSD: every new one in the background, those about to be evicted from DRAM, or none.",
+    )
+    offload_queue: int = _setting(
+        8192,
+        values.within(values.integer, 1, 1 << 20, "1 to 1048576 is expected"),
+        "1 to 1048576",
+        "Pages that wait to be written to SSD at most. More are not offloaded.",
+    )
+    offload_watermark: float = _setting(
+        0.70,
+        _SHARE,
+        "0.05 to 1",
+        "With `on_evict`: used part of the segment above which the coldest pages are written.",
+    )
+    force_evict: bool = _setting(
+        False, values.flag, "`true`, `false`", "With `on_evict`: evict also what the queue had no room for."
+    )
+    promotion_threshold: int = _setting(
+        2,
+        values.within(values.integer, 0, 255, "0 to 255 is expected"),
+        "0 to 255",
+        "Times that a page on SSD is asked for lately before it comes back to DRAM, if there is room. 0: never.",
     )
 
     @classmethod
@@ -270,6 +331,8 @@ class Settings:
                 parsed[key] = spec["parse"](raw)
             except ValueError as error:
                 raise ConfigError(key, _shown(key, raw), str(error)) from None
+        if parsed.get("ssd_path"):
+            parsed.setdefault("enable_ssd_offload", True)
         if parsed.get("enable_ssd_offload") is False:
             for key in _SSD_DETAILS:  # said to be off: what it would have used is inert
                 parsed.pop(key, None)
@@ -280,9 +343,15 @@ class Settings:
     def _check_together(self) -> None:
         if self.secret and self.secret_file:
             raise ConfigError("secret_file", self.secret_file, "one of secret and secret_file is expected, not both")
-        for name in ("enable_ssd_offload", "offload", *_SSD_DETAILS):
-            if getattr(self, name) != _SPECS[name]["default"]:
-                raise ConfigError(name, getattr(self, name), _SSD_NOT_YET, hint="leave it out")
+        if self.enable_ssd_offload and not self.ssd_path:
+            raise ConfigError("ssd_path", "", "a directory is expected where enable_ssd_offload is true")
+        if not self.ssd_path:
+            for name in ("ssd_size", "ssd_store"):
+                if getattr(self, name) != _SPECS[name]["default"]:
+                    raise ConfigError(name, getattr(self, name), "it needs ssd_path, the directory of the SSD tier")
+        if self.ssd_low_watermark > self.ssd_high_watermark:
+            allowed = f"at most ssd_high_watermark ({self.ssd_high_watermark:g}) is expected"
+            raise ConfigError("ssd_low_watermark", self.ssd_low_watermark, allowed)
 
     @property
     def node_name(self) -> str:

@@ -294,11 +294,12 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, raw: object) -> Non
         {"redis_url": "redis://h?sentinel_password=x"},
         {"redis_url": "unix://"},
         {"redis_url": 6379},
-        {"ssd_path": "/ssd"},
+        {"ssd_path": "relative/ssd"},
         {"ssd_size": "1gb"},
         {"ssd_store": "offset"},
-        {"offload": "eager"},
-        {"enable_ssd_offload": True},
+        {"offload": "sometimes"},
+        {"ssd_io": "dma"},
+        {"ssd_low_watermark": 0.99},
     ],
 )
 def test_refused_values(extra: dict[str, object]) -> None:
@@ -325,6 +326,7 @@ def test_refused_values(extra: dict[str, object]) -> None:
         {"redis_url": "rediss+sentinel://u:p@s1,s2:26380/main/2?sentinel_password=x&ssl_ca_certs=/ca"},
         {"huge_pages": "on"},
         {"offload": "off"},
+        {"ssd_path": "/ssd"},
     ],
 )
 def test_accepted_values(extra: dict[str, object]) -> None:
@@ -364,7 +366,12 @@ def test_yaml_booleans_are_words_where_words_are_expected(tmp_path: Path) -> Non
 def test_ssd_settings_are_inert_when_it_is_said_to_be_off() -> None:
     settings = load({"enable_ssd_offload": False, "ssd_offload_path": "/ssd", "ssd_size": "1gb"})
     assert settings == Settings()
-    assert refused({"ssd_path": "/ssd"}).allowed == "this build has no SSD tier yet"
+
+
+def test_the_ssd_tier_is_on_where_it_has_a_place() -> None:
+    assert load({"ssd_offload_path": "/ssd", "ssd_size": "1gb"}).enable_ssd_offload
+    assert refused({"enable_ssd_offload": True}).field == "ssd_path"
+    assert not Settings().enable_ssd_offload
 
 
 def test_settings_that_contradict_each_other() -> None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 _ADDRESS = "address."
 
+DRAM, SSD = "dram", "ssd"
+"""Tiers, as they stand in holder words."""
+
 
 @dataclass(frozen=True)
 class ObjectRecord:

@@ -12,13 +12,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from hicache_mooncake.errors import Unavailable
 from hicache_mooncake.metadata.directory import Directory, Unreached
-from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord
+from hicache_mooncake.metadata.records import DRAM, NodeRecord, ObjectRecord
 from hicache_mooncake.node.audit import Audit
 from hicache_mooncake.node.counters import Counters
-from hicache_mooncake.node.store import DramStore
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,19 @@ REMEMBER = 600.0
 """Seconds a node that vanished from Redis is remembered: it may still run and hold pages, only out of Redis' sight."""
 
 
+class Held(Protocol):
+    """What a tier of this node holds."""
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Which objects it holds."""
+
+    def sizes_of(self, keys: Sequence[str]) -> dict[str, int]:
+        """Key -> size in bytes of those it holds; touches nothing."""
+
+    def keys(self) -> list[str]:
+        """Every key: a snapshot."""
+
+
 class DirectorySync:
     """One node's writes to the directory, its heartbeat, and the other nodes it knows. Thread-safe."""
 
@@ -67,16 +80,16 @@ class DirectorySync:
         self._describe = describe
         self._counters = counters
         self._heartbeat = heartbeat
-        self._store: DramStore | None = None
-        self._audit: Audit | None = None
+        self._tiers: dict[str, Held] = {}
+        self._audits: dict[str, Audit] = {}
         self._on_beat: Callable[[], None] = lambda: None
         self.node_id = describe().id
-        self.holder = f"{self.node_id}/dram"
+        self.holder = f"{self.node_id}/{DRAM}"
         self._others: dict[str, NodeRecord] = {}
         self._vanished: dict[str, tuple[NodeRecord, float]] = {}
         self._seen_nodes_at = 0.0
         self._behind = threading.Event()  # Redis missed a write of ours
-        self._lost_keys: deque[str] = deque(maxlen=FORGOTTEN_LIMIT)
+        self._lost_keys: deque[tuple[str, str]] = deque(maxlen=FORGOTTEN_LIMIT)
         self._stale: deque[str] = deque(maxlen=FORGOTTEN_LIMIT)
         self._namespaces: dict[str, Mapping[str, str]] = {}
         self._stop = threading.Event()
@@ -87,14 +100,22 @@ class DirectorySync:
         # What was there before us:
         self._sweep_at: float | None = time.monotonic() + random.uniform(0.5, 1) * SWEEP_WITHIN
 
-    def start(self, store: DramStore, *, on_beat: Callable[[], None]) -> None:
-        """Join the pool and begin the heartbeat; ``on_beat`` is called after each. Raises ``Unavailable``."""
-        self._store = store
-        self._audit = Audit(store.keys, self._directory.lookup, self.holder)
+    def start(self, tiers: Mapping[str, Held], *, on_beat: Callable[[], None]) -> None:
+        """Join the pool and begin the heartbeat; ``on_beat`` is called after each. Raises ``Unavailable``.
+
+        ``tiers``: what this node holds, by the tier's name in holder words.
+        """
+        self._tiers = dict(tiers)
+        self._audits = {
+            tier: Audit(held.keys, self._directory.lookup, self._word(tier)) for tier, held in self._tiers.items()
+        }
         self._on_beat = on_beat
         self._directory.join(self._describe(), self._ttl)
         self._refresh_nodes()
         self._thread.start()
+
+    def _word(self, tier: str) -> str:
+        return f"{self.node_id}/{tier}"
 
     @property
     def _ttl(self) -> float:
@@ -148,35 +169,34 @@ class DirectorySync:
 
     # -- writes
 
-    def publish(self, keys: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    def publish(self, keys: Sequence[str], sizes: Sequence[int], tier: str = DRAM) -> list[int]:
         """Tell Redis of pages just made visible; how many other holders each has (0 where Redis is away)."""
-        assert self._store is not None
         try:
-            others = self._directory.publish(keys, sizes, self.holder)
+            others = self._directory.publish(keys, sizes, self._word(tier))
         except Unavailable as error:
             self._fell_behind(error)
             return [0] * len(keys)
         # 1. A put makes K visible. 2. An eviction takes K and tells Redis. 3. The put tells Redis of K: a stale entry.
         # So whoever writes last looks again at what is really held.
-        gone = [key for key, held in zip(keys, self._store.contains(keys), strict=True) if not held]
+        gone = [key for key, held in zip(keys, self._tiers[tier].contains(keys), strict=True) if not held]
         if gone:
-            self.forget(gone)
+            self.forget(gone, tier)
         return others
 
-    def forget(self, keys: Sequence[str]) -> None:
+    def forget(self, keys: Sequence[str], tier: str = DRAM) -> None:
         """Tell Redis that this node does not hold ``keys`` any more."""
         try:
-            self._forget_now(keys)
+            self._forget_now(keys, tier)
         except Unavailable as error:
-            self._lost_keys.extend(keys)
+            self._lost_keys.extend((tier, key) for key in keys)
             self._fell_behind(error)
 
-    def _forget_now(self, keys: Sequence[str]) -> None:
+    def _forget_now(self, keys: Sequence[str], tier: str) -> None:
         try:
-            self._directory.forget(keys, self.holder)
+            self._directory.forget(keys, self._word(tier))
         except Unreached as error:
             # A master of a Redis Cluster is away. When it is back, the heartbeat has everything told again.
-            self._lost_keys.extend(error.keys)
+            self._lost_keys.extend((tier, key) for key in error.keys)
 
     def believed_held(self, keys: Iterable[str]) -> None:
         """A reader came for pages that are not here: Redis shall be told, soon."""
@@ -239,63 +259,65 @@ class DirectorySync:
 
     def _rebuild(self) -> None:
         """Tell Redis again everything that is held, in batches, serving meanwhile."""
-        assert self._store is not None
         self._behind.clear()
         lost = [self._lost_keys.popleft() for _ in range(len(self._lost_keys))]
-        snapshot = self._store.keys()
         told = 0
         beat = time.monotonic()
         try:
             self._describe_namespaces()
-            for start in range(0, len(lost), REPUBLISH_BATCH):
-                batch = lost[start : start + REPUBLISH_BATCH]
-                self._forget_now(batch)
-                self._publish_held(batch)
-            for start in range(0, len(snapshot), REPUBLISH_BATCH):
-                told += self._publish_held(snapshot[start : start + REPUBLISH_BATCH])
-                if time.monotonic() - beat > self._heartbeat:
-                    self._beat()
-                    beat = time.monotonic()
-                if self._stop.wait(REPUBLISH_PAUSE):
-                    return
+            for tier, held in self._tiers.items():
+                dropped = [key for of, key in lost if of == tier]
+                for start in range(0, len(dropped), REPUBLISH_BATCH):
+                    batch = dropped[start : start + REPUBLISH_BATCH]
+                    self._forget_now(batch, tier)
+                    self._publish_held(batch, tier)
+                snapshot = held.keys()
+                for start in range(0, len(snapshot), REPUBLISH_BATCH):
+                    told += self._publish_held(snapshot[start : start + REPUBLISH_BATCH], tier)
+                    if time.monotonic() - beat > self._heartbeat:
+                        self._beat()
+                        beat = time.monotonic()
+                    if self._stop.wait(REPUBLISH_PAUSE):
+                        return
         except Unavailable:
             self._lost_keys.extend(lost)
             raise
         logger.info("directory: Redis was told again of %d pages", told)
         self._counters.add(directory_rebuilds=1, directory_republished=told)
 
-    def _publish_held(self, keys: Sequence[str]) -> int:
-        assert self._store is not None
-        held = self._store.sizes_of(keys)
+    def _publish_held(self, keys: Sequence[str], tier: str) -> int:
+        of_tier = self._tiers[tier]
+        held = of_tier.sizes_of(keys)
         if not held:
             return 0
         published = list(held)
-        self._directory.publish(published, [held[key] for key in published], self.holder)
-        still = self._store.sizes_of(published)
+        self._directory.publish(published, [held[key] for key in published], self._word(tier))
+        still = of_tier.sizes_of(published)
         gone = [key for key in published if key not in still]
         if gone:
-            self._forget_now(gone)
+            self._forget_now(gone, tier)
         return len(published)
 
     def _repair_stale(self) -> None:
-        assert self._store is not None
         for _ in range(REPAIR_BATCHES):
             if not self._stale:
                 return
             batch = [self._stale.popleft() for _ in range(min(len(self._stale), REPUBLISH_BATCH))]
-            held = self._store.sizes_of(batch)
-            gone = [key for key in batch if key not in held]
-            if gone:
-                self._forget_now(gone)
-                self._publish_held(gone)  # a put may have come between the look and the forget
-                self._counters.add(directory_stale_repaired=len(gone))
+            for tier, of_tier in self._tiers.items():
+                held = of_tier.sizes_of(batch)
+                gone = [key for key in batch if key not in held]
+                if gone:
+                    self._forget_now(gone, tier)
+                    self._publish_held(gone, tier)  # a put may have come between the look and the forget
+                    if tier == DRAM:
+                        self._counters.add(directory_stale_repaired=len(gone))
 
     def _restore_lost(self) -> None:
         """Tell Redis again of pages that it says nothing of."""
-        assert self._audit is not None
-        lost = self._audit.step()
-        if lost:
-            self._counters.add(directory_restored=self._publish_held(lost))
+        for tier, audit in self._audits.items():
+            lost = audit.step()
+            if lost:
+                self._counters.add(directory_restored=self._publish_held(lost, tier))
 
     def _start_sweep(self) -> None:
         # In a thread of its own: it goes through the whole directory, and the heartbeat cannot wait for that.
@@ -322,14 +344,14 @@ class DirectorySync:
             self._thread.join(timeout=max(5.0, 2 * self._heartbeat))
         try:
             self._directory.leave(self.node_id)
-            if self._store is not None:
-                deadline = time.monotonic() + leave_within
-                keys = self._store.keys()
+            deadline = time.monotonic() + leave_within
+            for tier, held in self._tiers.items():
+                keys = held.keys()
                 for start in range(0, len(keys), REPUBLISH_BATCH):
                     if time.monotonic() > deadline:
                         logger.info("directory: %d entries are left for the sweep", len(keys) - start)
                         break
-                    self._directory.forget(keys[start : start + REPUBLISH_BATCH], self.holder)
+                    self._directory.forget(keys[start : start + REPUBLISH_BATCH], self._word(tier))
         except Unavailable as error:
             logger.info("directory: left without saying so (%s); our entries count for nothing already", error)
         self._directory.close()

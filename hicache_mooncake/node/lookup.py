@@ -11,7 +11,7 @@ from hicache_mooncake.node.counters import Counters
 from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.recent import RecentHolders
-from hicache_mooncake.node.store import DramStore
+from hicache_mooncake.node.store import DramStore, LowerTier
 
 LOOKUP_CHUNK = 512
 """Keys an existence query looks up at a time: a miss near the front of a long prompt costs one short call."""
@@ -26,6 +26,7 @@ class Lookup:
         self._peers = peers
         self._counters = counters
         self._recent = RecentHolders()
+        self.lower: LowerTier | None = None
 
     def exists(self, keys: Sequence[str], deadline: float, *, stop_at_miss: bool) -> bytearray:
         """One byte a key, 1 where a live node holds it. With ``stop_at_miss`` what follows the first miss stays 0."""
@@ -40,7 +41,7 @@ class Lookup:
         return found
 
     def _exists_chunk(self, keys: Sequence[str], deadline: float) -> bytes:
-        here = self._store.contains(keys)
+        here = self.held_here(keys)
         missing = [position for position, held in enumerate(here) if not held]
         if missing and time.monotonic() < deadline:
             elsewhere = [keys[at] for at in missing]
@@ -49,6 +50,15 @@ class Lookup:
             for position, nodes in zip(missing, found, strict=True):
                 here[position] = bool(nodes)
         return bytes(here)
+
+    def held_here(self, keys: Sequence[str]) -> list[bool]:
+        """Which keys this node holds, in whatever tier."""
+        here = self._store.contains(keys)
+        if self.lower is not None and not all(here):
+            missing = [at for at, held in enumerate(here) if not held]
+            for at, saved in zip(missing, self.lower.contains([keys[at] for at in missing]), strict=True):
+                here[at] = saved
+        return here
 
     def holders_lately(self, keys: Sequence[str]) -> tuple[list[Sequence[str]], bool]:
         """As :meth:`holders`, but an existence query's answer of a moment ago will do, once; whether any was used."""
@@ -84,10 +94,15 @@ class Lookup:
         self, keys: Sequence[str], records: Sequence[ObjectRecord | None], distinct: Collection[ObjectRecord]
     ) -> None:
         """What the records tell besides: nodes that we have not met, and pages that we are wrongly said to hold."""
-        own = self._sync.holder
+        own = f"{self._sync.node_id}/"
         words = {word for record in distinct for word in record.holders}
-        self._sync.refresh_unknown({word.partition("/")[0] for word in words if word != own and "~" in word})
-        if own in words:
+        ours = {word for word in words if word.startswith(own)}
+        self._sync.refresh_unknown({word.partition("/")[0] for word in words - ours if "~" in word})
+        if ours:
             self._sync.believed_held(
-                [key for key, record in zip(keys, records, strict=True) if record is not None and own in record.holders]
+                [
+                    key
+                    for key, record in zip(keys, records, strict=True)
+                    if record is not None and not ours.isdisjoint(record.holders)
+                ]
             )

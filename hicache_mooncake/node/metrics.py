@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "hicache_mooncake_"
 
 _RESULTS = {
-    "get": ("local", "remote"),
+    "get": ("local", "ssd_local", "remote"),
     "put": ("stored", "spilled", "present"),
 }
 _TOKENS = {"get": ("hit", "miss"), "put": ("stored", "failed")}
@@ -42,6 +42,14 @@ _COUNTERS = {
     "rdma_reads_by_tcp": ("rdma_reads_by_tcp_pages", "Pages read over TCP from peers that have RDMA"),
     "rdma_writes_by_tcp": ("rdma_writes_by_tcp_pages", "Pages written over TCP to peers that have RDMA"),
     "rdma_paths_failed": ("rdma_paths_failed", "Times that a device's path to a peer failed"),
+    "ssd_offloaded": ("ssd_offloaded_pages", "Pages written to SSD"),
+    "ssd_offloaded_bytes": ("ssd_offloaded_bytes", "Bytes written to SSD"),
+    "ssd_offload_dropped": ("ssd_offload_dropped_pages", "Pages not written to SSD because the queue was full"),
+    "ssd_offload_late": ("ssd_offload_late_pages", "Pages that had left DRAM before their turn"),
+    "ssd_offload_failed": ("ssd_offload_failed_pages", "Pages that the disk did not take"),
+    "ssd_evicted_unsaved": ("ssd_evicted_unsaved_pages", "Pages evicted without a copy on SSD, by force_evict"),
+    "ssd_promoted": ("ssd_promoted_pages", "Pages that came back from SSD to DRAM"),
+    "ssd_served_pages": ("ssd_served_pages", "Pages read from SSD for other nodes"),
     "directory_errors": ("directory_errors", "Calls to Redis that failed"),
     "directory_unreached": ("directory_unreached_lookups", "Objects not looked up: their Redis master was away"),
     "directory_rebuilds": ("directory_rebuilds", "Times that Redis was told everything again"),
@@ -56,6 +64,14 @@ _GAUGES = {
     "hard_pinned_bytes": ("hard_pinned_bytes", "Bytes that an operator pinned hard"),
     "soft_pinned_bytes": ("soft_pinned_bytes", "Bytes that an operator pinned softly"),
     "extra_bytes": ("extra_bytes", "Bytes of extra copies"),
+    "ssd_capacity_bytes": ("ssd_capacity_bytes", "Size of the SSD tier"),
+    "ssd_used_bytes": ("ssd_used_bytes", "Real bytes that the SSD tier takes"),
+    "ssd_pages": ("ssd_pages", "Objects on SSD"),
+    "ssd_offload_queue": ("ssd_offload_queue", "Pages that wait to be written to SSD"),
+    "ssd_read_queue": ("ssd_read_queue", "Reads from SSD under way or waiting"),
+    "ssd_degraded": ("ssd_degraded", "1 while the disk takes no pages"),
+    "ssd_io_uring": ("ssd_io_uring", "1 if the disk is spoken to by io_uring"),
+    "ssd_direct": ("ssd_direct", "1 if it is by O_DIRECT"),
     "pins": ("pins", "Reads under way, over all pages"),
     "engines": ("engines", "Engines attached"),
     "nodes": ("nodes", "Nodes alive in the pool, this one among them"),
@@ -63,6 +79,7 @@ _GAUGES = {
 _BYTES = {
     "get_local_bytes": ("get", "local"),
     "get_remote_bytes": ("get", "remote"),
+    "get_ssd_local_bytes": ("get", "ssd_local"),
     "put_bytes": ("put", "stored"),
     "put_spilled_bytes": ("put", "spilled"),
 }

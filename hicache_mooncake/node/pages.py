@@ -18,6 +18,7 @@ from hicache_mooncake.node.lookup import Lookup
 from hicache_mooncake.node.moves import Move, Wanted
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.reading import PageReader
+from hicache_mooncake.node.ssd_tier import SsdTier
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.node.writing import PageWriter
 from hicache_mooncake.transfer.handshake import AnotherNode
@@ -52,6 +53,7 @@ class PageService:
         self._store = store
         self._sync = sync
         self._peers = peers
+        self._ssd: SsdTier | None = None
         self._copier = Copier(copy_threads)
         self._readers = ThreadPoolExecutor(MAX_PEER_READS, thread_name_prefix="hcm-peer")
         self._lookup = Lookup(store, sync, peers, counters)
@@ -59,6 +61,16 @@ class PageService:
             store, sync, self._lookup, peers, self._copier, counters, others=sync.others, watermark=watermark
         )
         self._reader = PageReader(store, self._lookup, peers, self._copier, self._readers, counters, verify=verify)
+
+    def put_below(self, ssd: SsdTier) -> None:
+        """Give the segment an SSD tier below it."""
+        self._ssd = ssd
+        self._store.lower = self._lookup.lower = ssd
+        self._reader.ssd = ssd
+
+    def held_here(self, keys: Sequence[str]) -> list[bool]:
+        """Which keys this node holds, in whatever tier."""
+        return self._lookup.held_here(keys)
 
     def close(self) -> None:
         self._copier.close()
@@ -118,7 +130,12 @@ class PageService:
     def clear_here(self, digests: Sequence[str]) -> int:
         """Drop this node's pages of these namespaces."""
         prefixes = tuple(f"{digest}:" for digest in digests)
-        return self._store.remove_where(lambda key: key.startswith(prefixes)) if prefixes else 0
+        if not prefixes:
+            return 0
+        dropped = self._store.remove_where(lambda key: key.startswith(prefixes))
+        if self._ssd is not None:
+            dropped += self._ssd.remove_where(lambda key: key.startswith(prefixes))
+        return dropped
 
 
 def _has_ended(error: HiCacheMooncakeError) -> bool:

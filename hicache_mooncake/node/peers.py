@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hicache_mooncake.errors import HiCacheMooncakeError
 from hicache_mooncake.memory import Memory
-from hicache_mooncake.metadata.records import NodeRecord, ObjectRecord, node_of
+from hicache_mooncake.metadata.records import DRAM, SSD, NodeRecord, ObjectRecord, node_of
 from hicache_mooncake.transfer.base import Credentials, Outcome, Peer, Transport
 
 logger = logging.getLogger(__name__)
@@ -78,11 +78,15 @@ class Peers:
         return set(self._alive())
 
     def holders(self, record: ObjectRecord | None, usable: set[str]) -> list[str]:
-        """The usable nodes that hold an object in DRAM."""
+        """The usable nodes that hold an object: those that have it in DRAM, or else on SSD."""
         if record is None:
             return []
-        nodes = [node_of(holder) for holder in record.holders if holder.endswith("/dram")]
-        return [node_id for node_id in nodes if node_id is not None and node_id in usable]
+        for tier in (DRAM, SSD):
+            nodes = [node_of(holder) for holder in record.holders if holder.endswith(f"/{tier}")]
+            found = [node_id for node_id in nodes if node_id is not None and node_id in usable]
+            if found:
+                return found
+        return []
 
     def get(self, node_id: str) -> Peer | None:
         """The peer, connected on first use; None when it is not alive any more."""

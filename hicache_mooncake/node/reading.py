@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, wait
+from typing import Protocol
 
 from hicache_mooncake.errors import HiCacheMooncakeError
 from hicache_mooncake.node.copying import Copier
@@ -24,6 +25,21 @@ logger = logging.getLogger(__name__)
 
 
 _OK = int(Status.OK)
+
+
+class SsdReads(Protocol):
+    """The SSD tier as a reader uses it."""
+
+    def get(
+        self,
+        moves: Sequence[Move],
+        positions: Sequence[int],
+        statuses: bytearray,
+        wanted: Wanted,
+        deadline: float,
+        copier: Copier,
+    ) -> int:
+        """Fetch those of ``positions`` that are on the SSD into place, and say in ``statuses`` how; how many came."""
 
 
 class PageReader:
@@ -47,6 +63,7 @@ class PageReader:
         self._readers = readers
         self._counters = counters
         self._verify = verify
+        self.ssd: SsdReads | None = None
 
     def get(self, moves: Sequence[Move], wanted: Wanted, deadline: float) -> bytearray:
         """Fetch objects into place; one status each. Pages that are not ``OK`` may hold anything."""
@@ -58,13 +75,16 @@ class PageReader:
         finally:
             self._store.unpin(pinned)
         hits = statuses.count(Status.OK)
-        remote = 0
+        remote = saved = 0
         if hits < len(moves):
             missing = [
                 position for position, page in enumerate(pinned) if page is None or statuses[position] == Status.CORRUPT
             ]
+            if self.ssd is not None and missing and wanted():
+                saved = self.ssd.get(moves, missing, statuses, wanted, deadline, self._copier)
+                missing = [position for position in missing if statuses[position] != Status.OK]
             remote = self._get_remote(moves, missing, statuses, wanted, deadline) if missing else 0
-        self._counters.add_statuses("get", statuses, ok_as={"local": hits, "remote": remote})
+        self._counters.add_statuses("get", statuses, ok_as={"local": hits, "ssd_local": saved, "remote": remote})
         return statuses
 
     def _get_local(

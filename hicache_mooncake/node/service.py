@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hicache_mooncake import __version__
+from hicache_mooncake.allocator import ExtentAllocator
 from hicache_mooncake.config import Settings
 from hicache_mooncake.config_values import masked_url
 from hicache_mooncake.errors import HiCacheMooncakeError
+from hicache_mooncake.memory import Extent
 from hicache_mooncake.metadata.directory import Directory
-from hicache_mooncake.metadata.records import NodeRecord
+from hicache_mooncake.metadata.records import DRAM, SSD, NodeRecord
 from hicache_mooncake.metadata.redis_server import PrivateRedis
 from hicache_mooncake.node import segment
 from hicache_mooncake.node.counters import Counters
-from hicache_mooncake.node.directory_sync import DirectorySync
+from hicache_mooncake.node.directory_sync import DirectorySync, Held
 from hicache_mooncake.node.engine_server import EngineServer
 from hicache_mooncake.node.engine_socket import close_listener, listen
 from hicache_mooncake.node.metrics import MetricsPort, NodeMetrics
@@ -27,6 +29,7 @@ from hicache_mooncake.node.orders import OrderDesk, OrderRelay
 from hicache_mooncake.node.pages import PageService
 from hicache_mooncake.node.peers import Peers
 from hicache_mooncake.node.source import StoreSource
+from hicache_mooncake.node.ssd_tier import SsdTier
 from hicache_mooncake.node.stopping import StopRequest
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.protocol import messages as m
@@ -78,7 +81,12 @@ class Node:
             self._transports = open_transports(settings.protocol, settings.device_name, settings.segment_size)
             for transport in self._transports:
                 undo.callback(transport.close)  # after all that has been moved by it
-            memory = segment.create(settings.segment_size, huge_pages=settings.huge_pages)
+            staged = settings.ssd_staging if settings.enable_ssd_offload else 0
+            # Behind the segment, so that whatever may read the one may read the other.
+            staging_at = ExtentAllocator.footprint(settings.segment_size)
+            memory = segment.create(
+                staging_at + staged if staged else settings.segment_size, huge_pages=settings.huge_pages
+            )
             undo.callback(memory.close)
             self.redis_url = settings.redis_url or self._start_redis(undo)
             self.directory = Directory(
@@ -107,10 +115,17 @@ class Node:
                 verify=settings.verify == "always",
                 watermark=settings.high_watermark,
             )
+            self.ssd: SsdTier | None = None
+            if staged:
+                self.ssd = SsdTier(
+                    settings, self.id, self.store, Extent(memory, staging_at, staged), self.sync, self.counters
+                )
+                self.pages.put_below(self.ssd)
+                undo.callback(self.ssd.close)
             undo.callback(self.pages.close)
             desk = OrderDesk(self.store, self.counters, pin_ttl=settings.pin_ttl)
             undo.callback(desk.close)
-            source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters, desk)
+            source = StoreSource(self.id, self.store, self.sync, self.pages, self.counters, desk, self.ssd)
             self._listener = self._transports[0].listen(settings.listen, settings.advertise, source, credentials)
             undo.callback(self._listener.close)
             if not credentials.secret and not is_loopback(parse(settings.listen, listening=True).host):
@@ -119,8 +134,13 @@ class Node:
                     "read and clear this node's pages (set secret_file, the same on every node of the pool)",
                     self._listener.address,
                 )
-            self.sync.start(self.store, on_beat=self.peers.tend)
+            tiers: dict[str, Held] = {DRAM: self.store}
+            if self.ssd is not None:
+                tiers[SSD] = self.ssd
+            self.sync.start(tiers, on_beat=self.peers.tend)
             undo.callback(self.sync.stop, leave_within=LEAVE_WITHIN)
+            if self.ssd is not None:
+                self.ssd.open()
             self.metrics = NodeMetrics(self.stats, pool=settings.pool, node=settings.node_name)
             self.engines = EngineServer(
                 sock,
@@ -219,6 +239,7 @@ class Node:
             "engines": self.engines.sessions,
             "nodes": 1 + len(self.sync.others()),
             "directory_unreached": self.directory.unreached,
+            **(self.ssd.stats() if self.ssd is not None else {}),
         }
 
     def unused(self) -> bool:

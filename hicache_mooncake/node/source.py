@@ -12,6 +12,7 @@ from hicache_mooncake.node.directory_sync import DirectorySync
 from hicache_mooncake.node.index import Page
 from hicache_mooncake.node.orders import OrderDesk
 from hicache_mooncake.node.pages import PageService
+from hicache_mooncake.node.ssd_tier import SsdTier, StagedPage
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.transfer.base import PinnedPage, Room
 
@@ -30,6 +31,7 @@ class StoreSource:
         pages: PageService,
         counters: Counters,
         desk: OrderDesk,
+        ssd: SsdTier | None = None,
     ) -> None:
         self._node_id = node_id
         self._store = store
@@ -37,6 +39,7 @@ class StoreSource:
         self._pages = pages
         self._counters = counters
         self._desk = desk
+        self._ssd = ssd
 
     @property
     def node_id(self) -> str:
@@ -49,23 +52,31 @@ class StoreSource:
     def pin(self, keys: Sequence[str]) -> list[PinnedPage | None]:
         """The pages, pinned. A reader that asks for one that is not here followed a stale entry: Redis is told."""
         pages = self._store.pin(keys)
-        stale = [key for key, page in zip(keys, pages, strict=True) if page is None]
-        if stale:
-            self._sync.believed_held(stale)
-        self._counters.add(served_pages=len(keys) - len(stale), served_absent=len(stale))
-        return [None if page is None else _pinned((page.size, page.checksum, page.extents, page)) for page in pages]
+        pinned = [None if page is None else _pinned((page.size, page.checksum, page.extents, page)) for page in pages]
+        missing = [at for at, page in enumerate(pages) if page is None]
+        if missing and self._ssd is not None:
+            for at, staged in zip(missing, self._ssd.stage([keys[at] for at in missing]), strict=True):
+                pinned[at] = staged
+            missing = [at for at in missing if pinned[at] is None]
+        if missing:
+            self._sync.believed_held([keys[at] for at in missing])
+        self._counters.add(served_pages=len(keys) - len(missing), served_absent=len(missing))
+        return pinned
 
     def unpin(self, pages: Sequence[PinnedPage]) -> None:
         """Let go of pages that :meth:`pin` returned."""
         self._store.unpin([page.handle for page in pages if isinstance(page.handle, Page)])
+        for page in pages:
+            if isinstance(page.handle, StagedPage):
+                SsdTier.unstage(page.handle)
 
     def holds(self, keys: Sequence[str]) -> list[bool]:
         """Which pages are here."""
-        return self._store.contains(keys)
+        return self._pages.held_here(keys)
 
     def make_room(self, keys: Sequence[str], sizes: Sequence[int]) -> list[Room | None]:
         """Room for another node's pages that are not here, as far as nothing has to go for it."""
-        held = self._store.contains(keys)
+        held = self._pages.held_here(keys)
         wanted = [at for at, here in enumerate(held) if not here]
         rooms: list[Room | None] = [None] * len(keys)
         for at, spans in zip(wanted, self._store.reserve_free([sizes[at] for at in wanted]), strict=True):
@@ -110,7 +121,7 @@ class StoreSource:
         for page in rotten:
             self._store.drop(page)
         self._counters.add(corrupt_dropped=len(rotten))
-        return len(rotten)
+        return len(rotten) + (self._ssd.doubt(keys) if self._ssd is not None else 0)
 
 
 def _spans(room: Room) -> tuple[Span, ...]:

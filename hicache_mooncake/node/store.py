@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hicache_mooncake.allocator import ExtentAllocator, Span
 from hicache_mooncake.memory import Extent, Memory
@@ -50,6 +50,19 @@ def _nobody(keys: Sequence[str]) -> Sequence[bool]:
     return [False] * len(keys)
 
 
+class LowerTier(Protocol):
+    """What lies below the segment; none of it waits for a disk."""
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Which objects it holds."""
+
+    def stored(self, pages: Sequence[Page]) -> None:
+        """Pages have become visible in DRAM."""
+
+    def may_leave(self, pages: Sequence[Page]) -> list[Page]:
+        """Which of these cold pages DRAM may let go of now; the others are to be written first."""
+
+
 class DramStore:
     """Thread-safe. ``forget_in_directory`` and ``held_elsewhere`` are called without the lock.
 
@@ -77,6 +90,7 @@ class DramStore:
         self._held_elsewhere = held_elsewhere
         self._clock = clock
         self._evicted: Counter[str] = Counter()
+        self.lower: LowerTier | None = None
 
     # -- looking
 
@@ -259,6 +273,8 @@ class DramStore:
             for page, inserted in zip(pages, fresh, strict=True):
                 if not inserted:
                     self._allocator.free(page.spans)
+        if self.lower is not None:
+            self.lower.stored([page for page, inserted in zip(pages, fresh, strict=True) if inserted])
         return fresh
 
     def cancel(self, spans: tuple[Span, ...]) -> None:
@@ -300,17 +316,55 @@ class DramStore:
     def _make_room(self, footprint: int | None = None) -> list[Page]:
         """Evict what takes ``footprint`` bytes, or what is above the watermark, if there is that much; what went."""
         self._settle_extras(footprint)
+        if self.lower is not None:
+            return self._let_go(self.lower, footprint)
         with self._lock:
             footprint = self._excess if footprint is None else footprint
             if footprint <= 0:
                 return []
             batch = EVICTION_BATCH if len(self._index) > 16 * EVICTION_BATCH else 0
             victims = self._index.evict(footprint, self._clock(), at_least=batch)
-            for page in victims:
-                soft = page.protection is Protection.SOFT
-                self._evicted["soft" if soft else "extra" if page.extra else "cold"] += 1
+            self._count_evicted(victims)
         self._bury(victims)
         return victims
+
+    def _count_evicted(self, victims: Sequence[Page]) -> None:
+        for page in victims:
+            soft = page.protection is Protection.SOFT
+            self._evicted["soft" if soft else "extra" if page.extra else "cold"] += 1
+
+    def _let_go(self, lower: LowerTier, footprint: int | None) -> list[Page]:
+        """As :meth:`_make_room`, of what the tier below lets go. A page's parts go together, or none of them."""
+        with self._lock:
+            needed = self._excess if footprint is None else footprint
+            if needed <= 0:
+                return []
+            candidates = self._index.coldest(_CHOICE * needed, self._clock())
+        free = set(map(id, lower.may_leave(candidates)))
+        staying = {_page_of(page) for page in candidates if id(page) not in free}
+        return self._remove_some([page for page in candidates if _page_of(page) not in staying], needed)
+
+    def evict_saved(self, footprint: int) -> list[Page]:
+        """Evict cold pages that the tier below has as well, of ``footprint`` bytes; what went."""
+        if self.lower is None:
+            return []
+        candidates = self.coldest(footprint)
+        held = self.lower.contains([page.key for page in candidates])
+        return self._remove_some([page for page, saved in zip(candidates, held, strict=True) if saved], footprint)
+
+    def _remove_some(self, pages: Sequence[Page], needed: int) -> list[Page]:
+        """Evict the first of ``pages`` that take ``needed`` bytes; what went."""
+        chosen: list[Page] = []
+        for page in pages:
+            if needed <= 0 and (not chosen or _page_of(page) != _page_of(chosen[-1])):
+                break
+            chosen.append(page)
+            needed -= page.footprint
+        with self._lock:
+            gone = self._index.forget([page for page in chosen if not page.pins])
+            self._count_evicted(gone)
+        self._bury(gone)
+        return gone
 
     def _settle_extras(self, footprint: int | None) -> None:
         """Extra copies go first only while somebody else holds the page as well: that is looked up when it matters."""
@@ -337,6 +391,13 @@ class DramStore:
             finally:
                 self.unpin(pages)
 
+
+def _page_of(page: Page) -> str:
+    return page.key.rpartition(":")[0]
+
+
+_CHOICE = 4
+"""Times what is needed: among so many cold bytes some are on SSD already."""
 
 _STEP = 64 << 20
 """Bytes evicted in one step when an operator orders it: the lock and Redis are free in between."""

@@ -50,7 +50,7 @@ class PageWriter:
     def put(self, moves: Sequence[Move], wanted: Wanted, deadline: float) -> bytearray:
         """Store objects; one status each. What is held somewhere already is ``OK`` without moving a byte."""
         statuses = bytearray([Status.OK]) * len(moves)
-        here = self._store.contains([move.key for move in moves])
+        here = self._lookup.held_here([move.key for move in moves])
         first_of: dict[str, int] = {}
         new: list[int] = []
         for position, move in enumerate(moves):

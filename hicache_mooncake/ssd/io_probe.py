@@ -37,7 +37,7 @@ class Probed(NamedTuple):
     reason: str
 
 
-def choose(path: str, *, wanted: str = "auto", queue_depth: int = QUEUE_DEPTH, fixed: Sequence[Memory] = ()) -> Probed:
+def choose(path: str, *, wanted: str = "auto", queue_depth: int = QUEUE_DEPTH, fixed: Sequence[Extent] = ()) -> Probed:
     """The best I/O for ``path``, a directory or a block device. Leaves nothing behind there.
 
     With ``auto`` io_uring where it and O_DIRECT work, else threads. Raises ``ConfigError`` when what is ``wanted`` does

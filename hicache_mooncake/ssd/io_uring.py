@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache_mooncake import memory
-from hicache_mooncake.memory import Memory
+from hicache_mooncake.memory import Extent
 from hicache_mooncake.ssd import ring_layout as layout
 from hicache_mooncake.ssd.io_base import DiskIO, Transfer
 from hicache_mooncake.ssd.opening import is_direct, leave_direct, open_direct
@@ -51,7 +51,7 @@ class UringIO(DiskIO):
 
     kind = "io_uring"
 
-    def __init__(self, *, queue_depth: int = QUEUE_DEPTH, fixed: Sequence[Memory] = ()) -> None:
+    def __init__(self, *, queue_depth: int = QUEUE_DEPTH, fixed: Sequence[Extent] = ()) -> None:
         Ring(2).close()
         self._depth = queue_depth
         self._fixed = fixed
@@ -113,7 +113,7 @@ class UringIO(DiskIO):
 class _Lane:
     """What one thread has: a ring and a bounce buffer. Gone with the thread, or with the I/O."""
 
-    def __init__(self, depth: int, fixed: Sequence[Memory], order: ReadsFirst) -> None:
+    def __init__(self, depth: int, fixed: Sequence[Extent], order: ReadsFirst) -> None:
         self._depth = depth
         self._order = order
         self._ring = Ring(2 * depth)  # room to cancel everything that is in flight
@@ -124,13 +124,13 @@ class _Lane:
             raise
         self.closed = False
         self._free = [self._bounce.address + slot * MAX_PIECE for slot in range(_BOUNCE_SLOTS)]
-        self._buffers = self._register([self._bounce, *fixed])
+        self._buffers = self._register([Extent(self._bounce, 0, self._bounce.size), *fixed])
 
-    def _register(self, memories: Sequence[Memory]) -> list[tuple[int, int]]:
+    def _register(self, areas: Sequence[Extent]) -> list[tuple[int, int]]:
         buffers = [
-            (area.address + start, min(layout.MAX_BUFFER, area.size - start))
-            for area in memories
-            for start in range(0, area.size, layout.MAX_BUFFER)
+            (area.address + start, min(layout.MAX_BUFFER, area.length - start))
+            for area in areas
+            for start in range(0, area.length, layout.MAX_BUFFER)
         ]
         for attempt in (buffers, buffers[:1]):
             try:

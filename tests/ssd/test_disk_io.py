@@ -32,7 +32,7 @@ AREA = 8 * MIB
 CANARY = 0xA5
 
 KINDS: dict[str, Callable[[Memory], DiskIO]] = {
-    "io_uring": lambda area: UringIO(queue_depth=16, fixed=[area]),
+    "io_uring": lambda area: UringIO(queue_depth=16, fixed=[Extent(area, 0, AREA)]),
     "io_uring, nothing registered": lambda area: UringIO(queue_depth=16),
     "threads": lambda area: ThreadIO(threads=4),
     "threads, page cache": lambda area: ThreadIO(threads=4, direct=False),
@@ -200,7 +200,7 @@ def test_many_threads_read_and_write_at_once(io: DiskIO, file: int, area: Memory
 def test_a_read_that_is_late_is_cancelled_and_writes_no_more(area: Memory) -> None:
     # A pipe that nobody writes into is a device that does not answer, but lets go of a request that is cancelled.
     reader, writer = os.pipe()
-    with UringIO(queue_depth=4, fixed=[area]) as io:
+    with UringIO(queue_depth=4, fixed=[Extent(area, 0, AREA)]) as io:
         extents = [Extent(area, at * ALIGNMENT, ALIGNMENT) for at in range(9)]
         began = time.monotonic()
         results = io.read([Transfer(reader, 0, [extent]) for extent in extents], began + 0.2)
@@ -217,7 +217,7 @@ def test_a_read_that_is_late_is_cancelled_and_writes_no_more(area: Memory) -> No
 
 def test_reads_are_not_held_up_by_writes(tmp_path: Path, area: Memory) -> None:
     """Both make progress at once; a writer steps aside for a moment only."""
-    with UringIO(queue_depth=16, fixed=[area]) as io:
+    with UringIO(queue_depth=16, fixed=[Extent(area, 0, AREA)]) as io:
         fd = io.open(str(tmp_path / "data"), os.O_RDWR | os.O_CREAT)
         source, target = Extent(area, 0, 4 * MIB), Extent(area, 4 * MIB, 256 * 1024)
         assert io.write([Transfer(fd, 0, [source])], soon()) == [4 * MIB]
