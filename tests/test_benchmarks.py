@@ -47,3 +47,20 @@ def test_the_benchmark_of_pages_writes_its_figures(tmp_path: Path) -> None:
     for ratio in written["ratios"]:
         assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
         assert ratio["met"] in (None, True, False)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.slow
+def test_the_benchmark_of_the_ssd_tier_writes_its_figures(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="the extra [ssd] is not installed")
+    target = tmp_path / "ssd.json"
+    command = [sys.executable, "-m", "benchmarks.ssd", "--quick", "--json", str(target)]
+    small = ["--sizes", "64KiB,1MiB", "--pages", "16", "--directory", "/var/tmp"]
+    done = subprocess.run([*command, *small], capture_output=True, text=True, timeout=80, check=False)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(target.read_text())
+    figures = {(figure["page_bytes"], figure["name"]): figure for figure in written["figures"]}
+    for size in (64 << 10, 1 << 20):
+        for name in ("get from SSD", "get from SSD of the other host", "plain O_DIRECT, 4 threads"):
+            assert figures[size, name]["gb_per_s"] > 0
+    assert all(0 < ratio["low"] <= ratio["median"] <= ratio["high"] for ratio in written["ratios"])
