@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ from benchmarks.multiturn.report import Report, as_json, report
 from benchmarks.multiturn.results import read_run
 from benchmarks.multiturn.screen import ReplayProgress, show
 from benchmarks.multiturn.selection import add_arguments, vocabulary, workload_of
-from hicache_mooncake.errors import HiCacheMooncakeError
+from benchmarks.multiturn.tiers import COLUMNS, DEFAULT_COLUMNS, Bench, Sizes, run_columns
+from hicache_mooncake import config_values
+from hicache_mooncake.errors import ConfigError, HiCacheMooncakeError
+from testbed.server import ServerFailed
 
 _ABOUT = """Ask a server what traces of agents and conversations ask, and see what each cache tier brings to the time to
 the first token.
 
   stats    what is in a trace, and what an endless cache would hit of it
+  run      start SGLang with one cache tier more each time, ask each the same, and report: all in one
   replay   ask a running server (SGLang or any with an OpenAI API); writes a Parquet file
   report   one or more of these files side by side: terminal, HTML page, PNGs
   compare  two of them: ratios with 95 % intervals
@@ -41,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> None:
         given.run(given)
     except HiCacheMooncakeError as error:
         sys.exit(f"error: {error}")
-    except OSError as error:
+    except (OSError, ServerFailed) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted")
@@ -57,6 +62,19 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(stats)
     stats.add_argument("--json", action="store_true", help="for programs")
     stats.set_defaults(run=_stats)
+
+    whole = commands.add_parser("run", help="compare the cache tiers", usage="%(prog)s --out FOLDER [...] [-- WORDS]")
+    whole.add_argument("--out", type=Path, required=True, help="folder for the runs and the report")
+    whole.add_argument("--columns", default=",".join(DEFAULT_COLUMNS), help=f"of {', '.join(COLUMNS)}")
+    whole.add_argument("--model", help="a model for SGLang on a GPU (default: a tiny one on the CPU)")
+    whole.add_argument("--segment", default="", help="with --model: DRAM of the pool, such as 80gb")
+    whole.add_argument("--ssd-directory", type=Path, default=Path("/var/tmp"), help="on the disk of the SSD tier")
+    whole.add_argument("--in-flight", type=int, default=1, help="requests at a time (default 1)")
+    whole.add_argument("--vocabulary", default="", help="token ids that blocks become (default: what the model has)")
+    whole.add_argument("--json", type=Path, metavar="FILE", help="write everything for programs")
+    whole.add_argument("words", nargs="*", help="after --: further arguments of sglang.launch_server")
+    add_arguments(whole)
+    whole.set_defaults(run=_run)
 
     ask = commands.add_parser("replay", help="ask a server", usage="%(prog)s --url URL --out FILE [...]")
     ask.add_argument("--url", required=True, help="the server, as in http://127.0.0.1:30000")
@@ -129,6 +147,36 @@ def _stats(given: argparse.Namespace) -> None:
     print(f"  an endless cache hits {hits}")
     for note, times in workload.notes.items():
         print(f"  {note}: {times}")
+
+
+def _run(given: argparse.Namespace) -> None:
+    if given.model is None and given.trace is None and not given.quick:
+        given.clients, given.rounds, given.tokens = min(given.clients, 8), min(given.rounds, 6), min(given.tokens, 512)
+    workload = workload_of(given, grouped=True)
+    found = contents(workload)
+    sizes = Sizes.for_cpu(found.longest_prompt + 64, found.tokens_unique, given.in_flight)
+    if given.model is not None:
+        if not given.segment:
+            raise ConfigError("segment", "", "with --model the DRAM of the pool, such as --segment 80gb")
+        sizes = replace(sizes, segment=config_values.size(given.segment), ssd=0)
+    words = vocabulary(given.vocabulary or ("3:500" if given.model is None else "1000:30000"))
+    options = Options(in_flight=given.in_flight, vocabulary=words)
+    with tempfile.TemporaryDirectory(prefix="hicache-mooncake-multiturn-") as directory:
+        bench = Bench(
+            Path(directory),
+            given.out,
+            sizes,
+            options,
+            given.model,
+            given.words,
+            found.longest_prompt,
+            given.ssd_directory,
+        )
+        with ReplayProgress("tiers") as progress:
+            done = run_columns(bench, [name for name in given.columns.split(",") if name], workload, progress)
+    given.runs = [summary.path for summary in done]
+    given.ttft_limit, given.tbt_limit, given.profile = 2.0, 0.2, None
+    _report(given)
 
 
 def _replay(given: argparse.Namespace) -> None:

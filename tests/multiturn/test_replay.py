@@ -150,7 +150,7 @@ def test_refusals_are_rows_with_their_error(server: SGLangServer, tmp_path: Path
 def test_the_commands_of_the_readme_run(server: SGLangServer, tmp_path: Path) -> None:
     text = (ROOT / "benchmarks" / "multiturn" / "README.md").read_text()
     commands = re.findall(r"^\$ (.*)$", text, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 6
     env = {**os.environ, "URL": server.url, "URL2": server.url, "PYTHONPATH": str(ROOT)}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     script = "set -e\n" + "\n".join(commands)
