@@ -74,11 +74,13 @@ class Offloader:
         self._resume_at = 0.0
         self._trouble = ""
         self._stop = False
+        self._started = False
         self._thread = threading.Thread(target=self._run, name="hcm-offload", daemon=True)
 
     def start(self) -> None:
         """Begin: the store is open for writing now."""
         self._thread.start()
+        self._started = True
 
     # -- what is asked by others
 
@@ -99,7 +101,8 @@ class Offloader:
 
     def may_leave(self, pages: Sequence[Page]) -> list[Page]:
         """Which of these pages, about to be evicted, DRAM may let go now. Waits for nothing."""
-        if not self._on_evict or self._trouble:
+        if not self._on_evict or self._trouble or not self._started:
+            # While the disk is being looked through, or cannot be used, DRAM is a cache as it is without one.
             return list(pages)
         held = self._store.contains([page.key for page in pages])
         with self._changed:

@@ -7,6 +7,7 @@ finds out that a peer still does not answer, because that costs the engine its w
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,15 +79,15 @@ class Peers:
         return set(self._alive())
 
     def holders(self, record: ObjectRecord | None, usable: set[str]) -> list[str]:
-        """The usable nodes that hold an object: those that have it in DRAM, or else on SSD."""
+        """The usable nodes that hold an object, the best last: at random, those that have it in DRAM after others."""
         if record is None:
             return []
+        found: list[str] = []
         for tier in (DRAM, SSD):
             nodes = [node_of(holder) for holder in record.holders if holder.endswith(f"/{tier}")]
-            found = [node_id for node_id in nodes if node_id is not None and node_id in usable]
-            if found:
-                return found
-        return []
+            of_tier = {node_id for node_id in nodes if node_id is not None and node_id in usable}
+            found = [*random.sample(sorted(of_tier - {*found}), len(of_tier - {*found})), *found]
+        return found
 
     def get(self, node_id: str) -> Peer | None:
         """The peer, connected on first use; None when it is not alive any more."""

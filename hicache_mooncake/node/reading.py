@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -145,7 +144,7 @@ class PageReader:
         found, remembered = self._lookup.holders_lately([moves[at].key for at in missing])
         got = self._get_from(moves, dict(zip(missing, found, strict=True)), statuses, wanted, deadline)
         if remembered and got < len(missing) and wanted() and time.monotonic() < deadline:
-            again = [at for at in missing if statuses[at] in (Status.ABSENT, Status.FAILED)]
+            again = [at for at in missing if statuses[at] in (Status.ABSENT, Status.FAILED, Status.CORRUPT)]
             found = self._lookup.holders([moves[at].key for at in again]) if again else []
             got += self._get_from(moves, dict(zip(again, found, strict=True)), statuses, wanted, deadline)
         return got
@@ -158,8 +157,8 @@ class PageReader:
         wanted: Wanted,
         deadline: float,
     ) -> int:
-        """Read each page from one of its holders after the other until one delivers or time is up; how many came."""
-        holders = {at: random.sample(nodes, len(nodes)) if nodes[1:] else [*nodes] for at, nodes in found.items()}
+        """Read each page from its holders, the last one first, until one delivers or time is up; how many came."""
+        holders = {at: [*nodes] for at, nodes in found.items()}
         got = 0
         while True:
             by_peer: defaultdict[str, list[int]] = defaultdict(list)

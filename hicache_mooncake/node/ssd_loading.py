@@ -30,6 +30,10 @@ JOB_BYTES = 16 << 20
 """Bytes that one thread reads at a time: large enough for a full queue, small enough that copying begins early."""
 
 
+WAITING_LIMIT = 256
+"""Jobs that wait or are being read, at most: some GiB, seconds of any disk that does not hang."""
+
+
 @dataclass(slots=True)
 class Place:
     """Where the bytes of one page go. ``release`` gives the memory back, unless somebody has taken it over."""
@@ -118,8 +122,10 @@ class SsdLoader:
         return self._waiting
 
     def load(self, entries: Sequence[Entry], deadline: float, placing: Placing = _staged) -> Loading:
-        """Begin to read a batch."""
+        """Begin to read a batch. Nothing of it comes when too much waits already: a disk that hangs costs no memory."""
         jobs = list(self._jobs(entries))
+        if self._waiting + len(jobs) > WAITING_LIMIT:
+            return Loading(0, deadline)
         loading = Loading(len(jobs), deadline)
         for job in jobs:
             with self._lock:

@@ -335,14 +335,23 @@ class DramStore:
 
     def _let_go(self, lower: LowerTier, footprint: int | None) -> list[Page]:
         """As :meth:`_make_room`, of what the tier below lets go. A page's parts go together, or none of them."""
-        with self._lock:
-            needed = self._excess if footprint is None else footprint
-            if needed <= 0:
-                return []
-            candidates = self._index.coldest(_CHOICE * needed, self._clock())
-        free = set(map(id, lower.may_leave(candidates)))
-        staying = {_page_of(page) for page in candidates if id(page) not in free}
-        return self._remove_some([page for page in candidates if _page_of(page) not in staying], needed)
+        leaving: list[Page] = []
+        seen = needed = 0
+        for choice in _CHOICES:
+            with self._lock:
+                needed = self._excess if footprint is None else footprint
+                if needed <= 0:
+                    return []
+                candidates = self._index.coldest(choice * needed, self._clock())
+            if len(candidates) == seen:
+                break
+            seen = len(candidates)
+            free = set(map(id, lower.may_leave(candidates)))
+            staying = {_page_of(page) for page in candidates if id(page) not in free}
+            leaving = [page for page in candidates if _page_of(page) not in staying]
+            if sum(page.footprint for page in leaving) >= needed:
+                break
+        return self._remove_some(leaving, needed)
 
     def evict_saved(self, footprint: int) -> list[Page]:
         """Evict cold pages that the tier below has as well, of ``footprint`` bytes; what went."""
@@ -396,8 +405,8 @@ def _page_of(page: Page) -> str:
     return page.key.rpartition(":")[0]
 
 
-_CHOICE = 4
-"""Times what is needed: among so many cold bytes some are on SSD already."""
+_CHOICES = (2, 16, 128)
+"""Times what is needed that is looked at, until enough of it is on SSD already: the coldest pages mostly are."""
 
 _STEP = 64 << 20
 """Bytes evicted in one step when an operator orders it: the lock and Redis are free in between."""

@@ -46,7 +46,8 @@ def test_pages_that_moved_between_query_and_fetch_are_found_where_they_are(redis
 def test_a_fetch_after_a_query_asks_redis_nothing(redis_url: str) -> None:
     import redis
 
-    near, far = NodeProcess(redis_url, "near"), NodeProcess(redis_url, "far")
+    seldom = {"heartbeat": 60}  # at each a node audits what Redis says of it
+    near, far = NodeProcess(redis_url, "near", {**seldom}), NodeProcess(redis_url, "far", {**seldom})
     with running(near, far), Engine(near.socket) as writer, Engine(far.socket) as reader:
         names = hashes("asked", 40)
         writer.store(names)
