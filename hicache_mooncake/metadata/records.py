@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 _ADDRESS = "address."
 
+_OF_SSD = ("ssd_capacity", "ssd_used", "ssd_pages")
+
 DRAM, SSD = "dram", "ssd"
 """Tiers, as they stand in holder words."""
 
@@ -30,7 +32,7 @@ class NodeRecord:
 
     ``id`` is new at every process start. ``addresses`` maps a transport's scheme to its contact
     ``host:port``. ``capacity`` and ``used`` are bytes of its segment, ``pages`` is how many it holds,
-    ``started`` a unix time.
+    ``started`` a unix time. ``ssd_*`` are the same of its SSD tier, 0 where there is none.
     """
 
     id: str
@@ -42,6 +44,9 @@ class NodeRecord:
     version: str
     started: float
     pages: int
+    ssd_capacity: int = 0
+    ssd_used: int = 0
+    ssd_pages: int = 0
 
 
 def format_object(record: ObjectRecord) -> bytes:
@@ -89,6 +94,7 @@ def format_node(record: NodeRecord) -> list[str]:
         "capacity": str(record.capacity),
         "used": str(record.used),
         "pages": str(record.pages),
+        **({name: str(getattr(record, name)) for name in _OF_SSD} if record.ssd_capacity else {}),
         **{_ADDRESS + scheme: address for scheme, address in record.addresses.items()},
     }
     return [word for pair in fields.items() for word in pair]
@@ -109,6 +115,7 @@ def parse_node(node_id: str, fields: Mapping[str, str]) -> NodeRecord | None:
             version=fields["version"],
             started=float(fields["started"]),
             pages=int(fields["pages"]),
+            **{name: int(fields.get(name, 0)) for name in _OF_SSD},
         )
     except (KeyError, ValueError):
         return None

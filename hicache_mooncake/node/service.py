@@ -208,6 +208,8 @@ class Node:
     def describe(self) -> NodeRecord:
         """This node as the directory shows it, as of now."""
         store = getattr(self, "store", None)
+        ssd = getattr(self, "ssd", None)
+        usage = ssd.store.usage() if ssd is not None else None
         return NodeRecord(
             id=self.id,
             name=self.settings.node_name,
@@ -218,6 +220,9 @@ class Node:
             version=__version__,
             started=self._started,
             pages=len(store) if store is not None else 0,
+            ssd_capacity=usage.capacity if usage is not None else 0,
+            ssd_used=usage.used if usage is not None else 0,
+            ssd_pages=usage.entries if usage is not None else 0,
         )
 
     def _addresses(self) -> dict[str, str]:

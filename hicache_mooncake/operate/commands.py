@@ -213,8 +213,9 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, Settings], int]] = {
 
 
 def _print_nodes(found: Sequence[dict[str, Any]]) -> None:
+    disks = ("ssd used", "ssd size", "on ssd") if any(node["ssd_capacity"] for node in found) else ()
     _table(
-        ("node", "host", "address", "used", "capacity", "objects", "version", "up"),
+        ("node", "host", "address", "used", "capacity", "objects", *disks, "version", "up"),
         [
             [
                 node["id"],
@@ -223,6 +224,7 @@ def _print_nodes(found: Sequence[dict[str, Any]]) -> None:
                 _size(node["used"]),
                 _size(node["capacity"]),
                 str(node["pages"]),
+                *([_size(node["ssd_used"]), _size(node["ssd_capacity"]), str(node["ssd_pages"])] if disks else []),
                 node["version"],
                 f"{node['age']:.0f} s",
             ]

@@ -79,6 +79,24 @@ def test_a_victim_leaves_dram_only_when_it_is_on_disk(redis_url: str, disk: Path
         assert engine.stats()["evicted"] > 100
 
 
+def test_an_operator_sees_the_disk(redis_url: str, disk: Path) -> None:
+    import json
+
+    from tests.operate.test_commands import run
+
+    names = hashes("seen", 60)
+    where = ["--redis-url", redis_url]
+    with node_on(redis_url, disk) as node, Engine(node.socket) as engine:
+        store_all(engine, names)
+        on_disk(engine, names)
+        where += ["--node", node.socket]
+        eventually(lambda: json.loads(run("nodes", "--json", *where))[0]["ssd_pages"] >= 60, what="a heartbeat")
+        (seen,) = json.loads(run("nodes", "--json", *where))
+        assert seen["ssd_capacity"] == 512 << 20 and seen["ssd_used"] > 60 * engine.page_bytes
+        assert "ssd used" in run("nodes", *where) and "512.0 MiB" in run("status", *where)
+        assert "/ssd" in run("ls", *where)
+
+
 def test_after_a_crash_pages_are_found_again(redis_url: str, disk: Path) -> None:
     names = hashes("crash", PAGES)
     node = node_on(redis_url, disk)
