@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import redis
@@ -27,13 +29,16 @@ SIZES = (4096, 20_000)
 SEGMENTS = ("2MiB", "1MiB", "0")
 """Much less than what is written, so that all the time something goes; the third node stores only on others."""
 
+SSD: dict[str, object] = {"ssd_size": "6MiB", "ssd_store": "offset", "ssd_staging": "1MiB"}
+
 STEPS = 220
 
 
 class Life:
     """Three nodes, two engines at each (pages of two sizes), and what may be true about them."""
 
-    def __init__(self, seed: int, stack: ExitStack) -> None:
+    def __init__(self, seed: int, stack: ExitStack, disk: Path | None = None) -> None:
+        """``disk``: where the first node has an SSD tier, smaller than what is written."""
         self.chance = random.Random(seed)
         self.server = stack.enter_context(PrivateRedis())
         self.nodes = [
@@ -45,6 +50,7 @@ class Life:
                     "op_timeout": 1.0,
                     "segment_size": size,
                     "listen": f"127.0.0.1:{free_port()}",
+                    **({"ssd_path": str(disk), **SSD} if disk is not None and at == 0 else {}),
                 },
             )
             for at, size in enumerate(SEGMENTS)
@@ -206,17 +212,35 @@ class Life:
             records = client.mget(keys) if (keys := list(client.scan_iter("hcm:*:o:*", count=500))) else []
         entries = [word for raw in records if raw is not None for word in raw.decode().split(" ")[1:]]
         held = {node.node_id: int(of["pages"]) for node, of in zip(self.nodes, stats, strict=True)}
+        on_disk = {node.node_id: int(of.get("ssd_pages", 0)) for node, of in zip(self.nodes, stats, strict=True)}
         told = {node_id: entries.count(f"{node_id}/dram") for node_id in held}
+        told_on_disk = {node_id: entries.count(f"{node_id}/ssd") for node_id in held}
         footprint = sum(of["used_bytes"] for of in stats)
         sizes = [-(-int(raw.split(b" ")[0]) // 4096) * 4096 for raw in records if raw is not None]
-        replicas = [len(raw.split(b" ")) - 1 for raw in records if raw is not None]
+        replicas = [raw.count(b"/dram") for raw in records if raw is not None]
         expected = sum(size * count for size, count in zip(sizes, replicas, strict=True))
         return (
             told == held
-            and len(entries) == sum(held.values())
+            and told_on_disk == on_disk
+            and len(entries) == sum(held.values()) + sum(on_disk.values())
             and footprint == expected
             and not any(of["pins"] for of in stats)
         )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [2, 5])
+def test_a_random_life_with_a_disk_does_neither(seed: int) -> None:
+    with ExitStack() as stack:
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="hcm-test-ssd-", dir="/var/tmp"))
+        life = Life(seed, stack, Path(place) / "ssd")
+        try:
+            life.live(STEPS)
+            life.check_at_rest()
+        except BaseException as error:
+            error.args = (f"{error}\nseed {seed}, what happened: {' '.join(life.told)}",)
+            raise
 
 
 @pytest.mark.slow
