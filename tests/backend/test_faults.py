@@ -124,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"protocol": "nvlink"}, "protocol", "tcp"),
     ({"tenant": "a b"}, "tenant", "A-Z"),
     ({"node": "relative.sock"}, "node", "absolute"),
-    ({"enable_ssd_offload": True}, "enable_ssd_offload", "SSD"),
+    ({"enable_ssd_offload": True}, "ssd_path", "directory"),
 ]
 
 
