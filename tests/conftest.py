@@ -9,7 +9,16 @@ import pytest
 
 from hicache_mooncake.metadata.redis_server import PrivateRedis
 
-DEEP = ("backend/", "engine/", "faults/", "sglang/", "metadata/test_directory", "transfer/test_faults")
+DEEP = (
+    "backend/",
+    "engine/",
+    "faults/",
+    "metadata/test_cluster",
+    "metadata/test_directory",
+    "sglang/",
+    "ssd/test_stores",
+    "transfer/test_faults",
+)
 """What ``make test-fast`` leaves out beside servers and single slow tests."""
 
 
