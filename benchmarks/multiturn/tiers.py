@@ -140,7 +140,7 @@ def _pool(bench: Bench, column: Configuration) -> Iterator[tuple[Mapping[str, An
     if column.backend == "file":
         place = Path(tempfile.mkdtemp(prefix="file-", dir=bench.ssd_directory))
         try:
-            yield {"storage_dir": str(place)}, ()
+            yield {"file_storage_path": str(place)}, ()
         finally:
             shutil.rmtree(place, ignore_errors=True)
         return
@@ -166,7 +166,8 @@ def _server(bench: Bench, column: Configuration, extra: Mapping[str, Any] | None
     if bench.model is not None:
         server = UserServer(bench.model, bench.words, extra if column.backend == "mooncake" else None, log)
         if column.backend == "file":
-            server._argv += ["--hicache-storage-backend", "file", *_file_words(extra)]
+            server._argv += ["--hicache-storage-backend", "file"]
+            server._argv += ["--hicache-storage-backend-extra-config", json.dumps(dict(extra or {}))]
     else:
         model = bench.directory / "model"
         if not model.exists():
@@ -176,27 +177,20 @@ def _server(bench: Bench, column: Configuration, extra: Mapping[str, Any] | None
         server = SGLangServer(
             model,
             backend=column.backend,
-            extra_config=extra if column.backend == "mooncake" else None,
+            extra_config=extra,
             page_size=PAGE,
             tokens=bench.sizes.device_tokens,
             host_ratio=bench.sizes.host_ratio,
             attend_new_rows=True,
             layout="page_first" if column.backend else None,
             extra_args=["--dtype", "float32", "--served-model-name", "tiny-llama"],
-            env={
-                "TMPDIR": str(bench.directory),
-                **({"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str((extra or {}).get("storage_dir", ""))}),
-            },
+            env={"TMPDIR": str(bench.directory)},
             log_path=log,
         )
     if not column.hierarchical:
         server._argv = _without_hierarchy(server._argv)
     with server:
         yield server
-
-
-def _file_words(extra: Mapping[str, Any] | None) -> list[str]:
-    return ["--hicache-storage-backend-extra-config", json.dumps(dict(extra or {}))]
 
 
 def _without_hierarchy(words: Sequence[str]) -> list[str]:
