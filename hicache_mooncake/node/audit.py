@@ -33,7 +33,8 @@ class Audit:
         """Of the next pages those that Redis does not name ``holder`` for. Raises ``Unavailable``."""
         if not self._left:
             self._left = list(self._held())
-        batch, self._left = self._left[-BATCH:], self._left[:-BATCH]
+        batch = self._left[-BATCH:]
+        del self._left[-BATCH:]
         if not batch:
             return []
         return [

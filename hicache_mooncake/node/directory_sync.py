@@ -84,7 +84,6 @@ class DirectorySync:
         self._audits: dict[str, Audit] = {}
         self._on_beat: Callable[[], None] = lambda: None
         self.node_id = describe().id
-        self.holder = f"{self.node_id}/{DRAM}"
         self._others: dict[str, NodeRecord] = {}
         self._vanished: dict[str, tuple[NodeRecord, float]] = {}
         self._seen_nodes_at = 0.0

@@ -44,14 +44,6 @@ class Frequency:
                 self._added = 0
         return counts
 
-    def of(self, keys: Sequence[str]) -> list[int]:
-        """How often each key was counted lately; counts nothing."""
-        if not keys:
-            return []
-        places = self._places(keys)
-        with self._lock:
-            return self._lowest(places)
-
     def _places(self, keys: Sequence[str]) -> list[np.ndarray[tuple[int], np.dtype[np.intp]]]:
         # Two hashes make as many as are needed: Kirsch and Mitzenmacher, "Less hashing, same performance" (2006).
         whole = np.array([xxhash.xxh3_128_intdigest(key.encode()) & ((1 << 64) - 1) for key in keys], np.uint64)

@@ -74,10 +74,6 @@ class Peers:
             if node_id not in resting and self._reaches(record) is not None
         }
 
-    def alive_ids(self) -> set[str]:
-        """Every other live node, resting or not."""
-        return set(self._alive())
-
     def holders(self, record: ObjectRecord | None, usable: set[str]) -> list[str]:
         """The usable nodes that hold an object, the best last: at random, those that have it in DRAM after others."""
         if record is None:

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, wait
-from typing import Protocol
 
 from hicache_mooncake.errors import HiCacheMooncakeError
 from hicache_mooncake.node.copying import Copier
@@ -16,6 +15,7 @@ from hicache_mooncake.node.index import Page
 from hicache_mooncake.node.lookup import LOOKUP_CHUNK, Lookup
 from hicache_mooncake.node.moves import Move, Wanted
 from hicache_mooncake.node.peers import Peers
+from hicache_mooncake.node.ssd_tier import SsdTier
 from hicache_mooncake.node.store import DramStore
 from hicache_mooncake.protocol.messages import Status
 from hicache_mooncake.transfer.base import Outcome, PageRead, Peer
@@ -24,21 +24,6 @@ logger = logging.getLogger(__name__)
 
 
 _OK = int(Status.OK)
-
-
-class SsdReads(Protocol):
-    """The SSD tier as a reader uses it."""
-
-    def get(
-        self,
-        moves: Sequence[Move],
-        positions: Sequence[int],
-        statuses: bytearray,
-        wanted: Wanted,
-        deadline: float,
-        copier: Copier,
-    ) -> int:
-        """Fetch those of ``positions`` that are on the SSD into place, and say in ``statuses`` how; how many came."""
 
 
 class PageReader:
@@ -62,7 +47,7 @@ class PageReader:
         self._readers = readers
         self._counters = counters
         self._verify = verify
-        self.ssd: SsdReads | None = None
+        self.ssd: SsdTier | None = None
 
     def get(self, moves: Sequence[Move], wanted: Wanted, deadline: float) -> bytearray:
         """Fetch objects into place; one status each. Pages that are not ``OK`` may hold anything."""

@@ -15,7 +15,7 @@ from hicache_mooncake.errors import ConfigError
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 REDIS_BYTES_A_PAGE = 250
-"""Redis memory of one page's entry, key included; measured by ``benchmarks.directory``."""
+"""Redis memory of one page's entry, key included; rounded up from what ``docs/redis.md`` tells."""
 
 
 _HYBRID = ("layers_block_type", "hybrid_override_pattern", "mamba_d_state", "linear_num_key_heads")
